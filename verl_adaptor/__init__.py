@@ -1,0 +1,1 @@
+"""One argument swaps the framework under an RL post-training loop."""

@@ -1,0 +1,48 @@
+"""transformers in one process: the reference backend, and the one that needs nothing else installed."""
+
+from __future__ import annotations
+
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, unsupported
+from verl_adaptor.hookspecs import hookimpl
+
+_ONE_PROCESS = unsupported("one process holds the whole model")
+
+
+@hookimpl
+def verl_adaptor_backends() -> list[BackendSpec]:
+    """The ``hf`` backend."""
+    return [
+        BackendSpec(
+            name="hf",
+            aliases=("transformers",),
+            summary="transformers, one process, any causal LM",
+            engine="verl_adaptor.backends.hf.engine:HFEngine",
+            trainer="verl_adaptor.backends.hf.trainer:HFTrainer",
+            distribution="transformers",
+            version_range=">=5.5,<5.20",
+            install="pip install 'transformers>=5.5,<5.20'",
+            capabilities={
+                Capability.STREAM: FULL,
+                Capability.ABORT: FULL,
+                Capability.SCORE: FULL,
+                Capability.UPDATE_WEIGHTS: FULL,
+                Capability.IN_FLIGHT_KEEP: FULL,
+                Capability.PENALTIES: FULL,
+                Capability.SLEEP: unsupported(
+                    "the weights of this process are its only copy; close the engine instead"
+                ),
+                Capability.VALUE_HEAD: FULL,
+                Capability.PACKING: FULL,
+                Capability.TOKEN_BUDGET: FULL,
+                Capability.ACTIVATION_CHECKPOINTING: FULL,
+                Capability.BF16: FULL,
+                Capability.EXACT_RESUME: FULL,
+                Capability.SAVE_PRETRAINED: FULL,
+                Capability.TENSOR_PARALLEL: _ONE_PROCESS,
+                Capability.PIPELINE_PARALLEL: _ONE_PROCESS,
+                Capability.SEQUENCE_PARALLEL: _ONE_PROCESS,
+                Capability.CONTEXT_PARALLEL: _ONE_PROCESS,
+                Capability.EXPERT_PARALLEL: _ONE_PROCESS,
+            },
+        )
+    ]

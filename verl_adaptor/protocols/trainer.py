@@ -1,0 +1,244 @@
+"""`TrainerBackend`: what every trainer does, and the checks around it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from verl_adaptor.capabilities import BackendSpec, Capability, Support
+from verl_adaptor.config import Config, TrainerConfig
+from verl_adaptor.errors import TrainerClosed, TrainerError, UnsupportedCapability
+from verl_adaptor.samples import WeightUpdate
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from verl_adaptor.protocols.engine import InferenceEngine
+
+
+class LogProbs(NamedTuple):
+    """Per response token, at the batch's temperature, in nats, float32."""
+
+    log_probs: Tensor
+    """[B, R] log p(token | before)."""
+    entropy: Tensor
+    """[B, R] entropy of the distribution each token was drawn from."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss returns for one micro-batch of b rows."""
+
+    per_token: Tensor
+    """[b, R] loss of each response token; masked positions are ignored."""
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Name -> (sum, weight): added up over micro-batches and ranks, then divided. So no split can change a metric."""
+
+
+Loss = Callable[[Mapping[str, "Tensor"], "TensorDict"], LossOutput]
+"""A pure, picklable function of ({log_probs, entropy} or {values}, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What a loss is divided by: taken over the GLOBAL mini-batch before its first micro-batch (C06)."""
+
+    tokens: float
+    """Response tokens with mask 1."""
+    sequences: float
+    """Rows with at least one such token."""
+    response_length: int
+    """R of the mini-batch: the divisor of seq-mean-token-sum-norm unless the config sets one."""
+
+
+class TrainerBackend(abc.ABC):
+    """Trains one model. Every call is handed the global batch and returns the global result in input order.
+
+    A backend implements the abstract methods; the public ones check first, then call them.
+    """
+
+    def __init__(self, path: str, config: TrainerConfig, options: Config | None, spec: BackendSpec) -> None:
+        self.path = path
+        self.config = config
+        self.options = options
+        self.spec = spec
+        self._closed = False
+        self._version = 0
+        self._changed = False
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def compute_log_probs(self, batch: TensorDict) -> LogProbs:
+        """Log-probs and entropy of the response tokens; no gradient.
+
+        Args:
+            batch: needs input_ids, attention_mask, position_ids [B, T], responses [B, R], temperature [B].
+
+        Raises:
+            BatchError: a key is missing or misshapen.
+            UnsupportedCapability: the head is ``value``.
+        """
+        self._check(batch, head="policy")
+        return self._compute_log_probs(batch)
+
+    def compute_values(self, batch: TensorDict) -> Tensor:
+        """[B, R] float32 values of the state before each response token; no gradient. Needs ``head="value"``."""
+        self._check(batch, head="value")
+        return self._compute_values(batch)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def update(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
+        """One optimizer step over one mini-batch.
+
+        Args:
+            batch: the global mini-batch; response_mask [B, R] says which tokens count, the rest is what `loss` reads.
+            loss: see `Loss`.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``skipped`` (1 if a non-finite gradient was
+            dropped, law T7), and the loss's own metrics.
+
+        Raises:
+            NonFiniteGradient: with ``non_finite="raise"``; the weights were not touched.
+        """
+        from verl_adaptor.batch import denominators
+
+        metrics = self.forward_backward(batch, loss, denominators(batch))
+        return metrics | self.optimizer_step()
+
+    def forward_backward(self, batch: TensorDict, loss: Loss, over: Denominators) -> dict[str, float]:
+        """Add the gradients of one (part of a) mini-batch whose denominators are `over`. Returns loss and metrics."""
+        self._check(batch, head=self.config.head, also=("response_mask",))
+        self._check_trainable()
+        return self._forward_backward(batch, loss, over)
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, clear the gradients. Returns grad_norm, learning_rate, skipped."""
+        self._check_trainable()
+        metrics = self._optimizer_step()
+        self._changed = True
+        return metrics
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights exported last; 0 is the model as loaded."""
+        return self._version
+
+    def export_weights(self) -> WeightUpdate:
+        """The weights under their Hugging Face names, in buckets; the version advances if they changed (law T4)."""
+        self._check_open()
+        if self._changed:
+            self._version += 1
+            self._changed = False
+        return self._export_weights()
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Everything an exact resume needs (law T5). Written beside `folder`, then renamed: never half there."""
+        self._check_open()
+        self._save_checkpoint(Path(folder))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go back to a saved state, bit for bit. Raises `CheckpointError` for a missing, half-written or foreign one."""
+        self._check_open()
+        self._load_checkpoint(Path(folder))
+
+    @abc.abstractmethod
+    def save_pretrained(self, folder: Path) -> None:
+        """A folder that plain transformers opens (the value head, where there is one, lies beside it)."""
+
+    # -- memory and views ----------------------------------------------------------------------------------------
+
+    def offload(self, tier: str) -> None:
+        """Move weights, gradients and optimizer state to ``host`` or ``disk`` (law T6)."""
+        raise self._unsupported(Capability.OFFLOAD)
+
+    def onload(self) -> None:
+        """Undo `offload`, bit for bit."""
+        raise self._unsupported(Capability.OFFLOAD)
+
+    def rollout_engine(self) -> InferenceEngine:
+        """An engine on the trainer's own weights."""
+        raise self._unsupported(Capability.ROLLOUT_ENGINE)
+
+    def reference(self) -> TrainerBackend:
+        """A reference policy on the trainer's own weights (adapters off)."""
+        raise self._unsupported(Capability.REFERENCE)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def capabilities(self) -> Mapping[Capability, Support]:
+        """What this backend declares."""
+        return self.spec.capabilities
+
+    # -- what a backend writes -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _compute_log_probs(self, batch: TensorDict) -> LogProbs: ...
+
+    @abc.abstractmethod
+    def _compute_values(self, batch: TensorDict) -> Tensor: ...
+
+    @abc.abstractmethod
+    def _forward_backward(self, batch: TensorDict, loss: Loss, over: Denominators) -> dict[str, float]: ...
+
+    @abc.abstractmethod
+    def _optimizer_step(self) -> dict[str, float]: ...
+
+    @abc.abstractmethod
+    def _export_weights(self) -> WeightUpdate: ...
+
+    @abc.abstractmethod
+    def _save_checkpoint(self, folder: Path) -> None: ...
+
+    @abc.abstractmethod
+    def _load_checkpoint(self, folder: Path) -> None: ...
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Drop models, processes and files."""
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _check(self, batch: TensorDict, *, head: str, also: tuple[str, ...] = ()) -> None:
+        from verl_adaptor.batch import require
+
+        self._check_open()
+        if self.config.head != head:
+            raise UnsupportedCapability(
+                f"this trainer was made with head={self.config.head!r}; the call needs head={head!r}: make another trainer."
+            )
+        require(batch, ("input_ids", "attention_mask", "position_ids", "responses", "temperature", *also))
+
+    def _check_trainable(self) -> None:
+        self._check_open()
+        if not self.config.trainable:
+            raise TrainerError("this trainer was made with trainable=False and has no optimizer; make it trainable.")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TrainerClosed("this trainer was closed; create a new one.")
+
+    def _unsupported(self, capability: Capability) -> UnsupportedCapability:
+        return UnsupportedCapability(f"{self.spec.name}: {capability} is {self.spec.support(capability)}.")
