@@ -12,7 +12,9 @@ rollout_log_probs   [B, R]  the engine's log-probs
 old_log_probs       [B, R]  the trainer's, before the first update of the step
 ref_log_prob        [B, R]  the reference policy's
 values              [B, R]  the critic's, of the state before each token
-token_level_rewards [B, R]  reward of each token
+token_level_scores  [B, R]  what the reward function gave each token
+token_level_rewards [B, R]  the same less a KL penalty, where there is one
+reward_baselines    [B]     reward of the greedy response (ReMax)
 advantages, returns [B, R]
 temperature         [B]     sampling temperature of the row
 group_ids           [B]     int64; equal for samples of one prompt
@@ -81,6 +83,8 @@ def spread_rewards(rewards: Sequence[float | Sequence[float]], response_mask: Te
     tensor([[0.0000, 0.0000, 1.0000, 0.0000],
             [0.5000, 0.0000, 0.2500, 0.0000]])
     """
+    if len(rewards) != len(response_mask):
+        raise BatchError(f"{len(rewards)} rewards for {len(response_mask)} rows; give one a row.")
     spread = torch.zeros_like(response_mask)
     for row, reward in enumerate(rewards):
         sampled = response_mask[row].nonzero().flatten()
@@ -96,7 +100,9 @@ def spread_rewards(rewards: Sequence[float | Sequence[float]], response_mask: Te
 
 
 def require(batch: TensorDict, keys: Iterable[str]) -> None:
-    """Raise `BatchError` unless these keys are there, with B rows and one T and one R."""
+    """Raise `BatchError` unless these keys are there, with B > 0 rows and one T and one R."""
+    if not len(batch):
+        raise BatchError("the batch has no rows; give at least one.")
     have = set(batch.keys())
     missing = [key for key in keys if key not in have]
     if missing:
@@ -171,11 +177,15 @@ def split_rows(
     order = torch.arange(len(lengths))
     if max_tokens is None:
         return list(order.split(micro_batch_size or len(lengths)))
-    for count in range(max(1, -(-int(lengths.sum()) // max_tokens)), len(lengths) + 1):
-        bins = _balance(lengths.tolist(), count)
-        if count == len(lengths) or all(len(b) == 1 or int(lengths[b].sum()) <= max_tokens for b in bins):
-            return [torch.tensor(sorted(b)) for b in bins if b]
-    return [order]
+    sizes: list[int] = lengths.tolist()
+    count = max(1, min(len(sizes), -(-sum(sizes) // max_tokens)))
+    while not _fits(bins := _balance(sizes, count), sizes, max_tokens):
+        count += 1  # at one row each it fits by definition
+    return [torch.tensor(sorted(rows)) for rows in bins if rows]
+
+
+def _fits(bins: list[list[int]], lengths: list[int], max_tokens: int) -> bool:
+    return all(len(rows) <= 1 or sum(lengths[row] for row in rows) <= max_tokens for rows in bins)
 
 
 def _balance(lengths: list[int], count: int) -> list[list[int]]:

@@ -126,8 +126,13 @@ class BackendSpec:
     trainer_options: str | None = None
     capabilities: Mapping[Capability, Support] = field(default_factory=dict)
     """What is absent counts as UNSUPPORTED."""
+    zero_stages: tuple[int, ...] = ()
+    """Values of `zero_stage` that the trainer honours; the factory refuses all others."""
+    gradient_syncs: tuple[str, ...] = ()
+    """Values of `gradient_sync` that the trainer honours; the factory refuses all others."""
     preflight: Sequence[Callable[..., Any]] = ()
-    """Rules about this framework alone, run before anything loads."""
+    """Rules about this framework alone, run before anything loads: each is handed a `preflight.Facts` and returns the
+    sentences of what is wrong."""
     process_effects: tuple[str, ...] = ()
     """What it changes in the process and cannot undo (law I10), a phrase each."""
 

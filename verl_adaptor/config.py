@@ -137,6 +137,7 @@ class TrainerConfig(Config):
     trainable: bool = True
     """False builds no optimizer: for a reference policy."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """AdamW's step size, before the schedule."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine fall to min_lr_ratio over total_steps."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -148,6 +149,7 @@ class TrainerConfig(Config):
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """AdamW's averages."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's addend to the denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """AdamW's decoupled decay (arXiv 1711.05101)."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -193,9 +195,9 @@ class KLConfig(Config):
 
     where: Literal["none", "reward", "loss"] = "none"
     """``reward``: subtracted from the token rewards. ``loss``: added to the policy loss. ``none``: no reference."""
-    estimator: KLEstimator = "k1"
+    estimator: KLEstimator | None = None
     """k1 = log-ratio, abs = its absolute value, k2 = half its square, k3 = the low-variance one
-    (http://joschu.net/blog/kl-approx.html). In the loss k1 has no useful gradient: prefer k3."""
+    (http://joschu.net/blog/kl-approx.html). None: k1 in the reward, k3 in the loss, where k1's gradient is mere noise."""
     coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL term; the adaptive controller starts here."""
     controller: Literal["fixed", "adaptive"] = "fixed"
@@ -204,6 +206,11 @@ class KLConfig(Config):
     """KL a token, in nats, that the adaptive controller aims at."""
     horizon: PositiveInt = 10000
     """Samples over which the adaptive controller corrects."""
+
+    @property
+    def chosen_estimator(self) -> KLEstimator:
+        """The estimator, defaults applied."""
+        return self.estimator or ("k3" if self.where == "loss" else "k1")
 
     @model_validator(mode="after")
     def _adaptive_in_reward(self) -> KLConfig:
@@ -282,7 +289,9 @@ class RolloutConfig(Config):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in the engine and in the trainer alike (C02)."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens that together have this probability; 1 keeps all."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample among the k likeliest tokens; 0 keeps all."""
     n: PositiveInt = 1
     """Samples of each prompt: the group of GRPO and RLOO."""
     function: ObjectPath | None = None
@@ -297,6 +306,7 @@ class ModelConfig(Config):
     build: ObjectPath | None = None
     """A function ``(folder, seed, **build_args) -> dict`` that makes such a folder on the spot; excludes path."""
     build_args: dict[str, Any] = {}
+    """Keyword arguments of the build function."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -325,6 +335,7 @@ class DataConfig(Config):
     shuffle_buffer: Annotated[int, Field(ge=0)] = 1024
     """Records held for shuffling; 0 keeps the source's order."""
     max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, in tokens, after the chat template."""
     overlong: Literal["error", "drop"] = "error"
     """A longer prompt is an error, or dropped and counted."""
     eval_path: Path | None = None
@@ -346,6 +357,7 @@ class RewardConfig(Config):
     model: str | None = None
     """Folder of a sequence-classification model with one label."""
     model_batch_size: PositiveInt = 16
+    """Responses that the reward model scores in one forward."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
@@ -382,6 +394,7 @@ class TrackingConfig(Config):
     """Where metrics go besides ``metrics.jsonl``, which is always written."""
 
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Any of tensorboard, wandb and mlflow."""
     project: str = "verl-adaptor"
     """Project or experiment name of the sinks that have one."""
     report: bool = True

@@ -1,5 +1,133 @@
-"""The command line."""
+"""The command line: ``train``, ``backends``, ``doctor``, ``fetch``.
+
+Exit codes that scripts may rely on: 0 done, 2 refused before any work, 3 failed while running (resumable), 130
+interrupted (resumable). An error of ours is printed as its sentence; ``VERL_ADAPTOR_TRACEBACK=1`` shows the traceback too.
+Each command imports what it needs when it runs, so that a listing never waits for torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from verl_adaptor.errors import VerlAdaptorError
+
+REFUSED, FAILED, INTERRUPTED = 2, 3, 130
+
+app = typer.Typer(
+    name="verl-adaptor",
+    help="One argument swaps the framework under an RL post-training loop.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: error sentences stay whole in a log
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
-def main() -> None:
-    """Run it."""
+class RunFailed(Exception):
+    """Work had begun when the cause was raised: exit code 3."""
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Within this block work is under way: an error in it ends the command with exit code 3 instead of 2."""
+    try:
+        yield
+    except typer.Exit:  # a command that ends itself names its own code
+        raise
+    except Exception as error:
+        raise RunFailed from error
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code; `arguments` are those of the process unless given."""
+    command = typer.main.get_command(app)
+    try:
+        command(args=arguments, prog_name="verl-adaptor")
+    except RunFailed as failure:
+        _report(failure.__cause__ or failure)
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        _report(error)
+        sys.exit(REFUSED)
+    sys.exit(0)
+
+
+def _report(error: BaseException) -> None:
+    """The sentence of an error of ours; the traceback where it is none of ours, or asked for."""
+    if not isinstance(error, VerlAdaptorError) or os.environ.get("VERL_ADAPTOR_TRACEBACK", "0") != "0":
+        traceback.print_exception(error)
+    else:
+        typer.echo(f"verl-adaptor: {error}", err=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from verl_adaptor import __version__
+
+        typer.echo(f"verl-adaptor {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """One argument swaps the framework under an RL post-training loop."""
+
+
+@app.command("train")
+def _train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML.")],
+    output: Annotated[Path, typer.Option(help="Folder for metrics, report and checkpoints.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's: ppo.epochs=2"),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUTPUT.")] = False,
+) -> None:
+    """Train a model as a recipe says; writes summary.json, metrics.jsonl and report.html into OUTPUT."""
+    from verl_adaptor.cli.train import train as run
+
+    run(recipe, overrides or [], output=output, resume=resume)
+
+
+@app.command("backends")
+def _backends(as_json: Json = False) -> None:
+    """List every backend: where it comes from, whether it is usable here, and what it can do."""
+    from verl_adaptor.cli.backends import backends as run
+
+    run(as_json=as_json)
+
+
+@app.command("doctor")
+def _doctor(as_json: Json = False) -> None:
+    """Look for what would go wrong in this environment; exits with 2 if anything is an error."""
+    from verl_adaptor.cli.doctor import doctor as run
+
+    if not run(as_json=as_json):
+        raise typer.Exit(REFUSED)
+
+
+@app.command("fetch")
+def _fetch(
+    name: Annotated[str, typer.Argument(help="Which model to fetch.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+) -> None:
+    """Write a small ready-made model as a Hugging Face folder."""
+    from verl_adaptor.cli.fetch import fetch as run
+
+    run(name, output)

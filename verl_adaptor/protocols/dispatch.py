@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PAUSE_TIMEOUT_S = 600.0
-"""Longest that an async request waits for a paused engine to be resumed."""
+"""Longest that a request waits for a paused engine to be resumed."""
+PAUSE_POLL_S = 0.002
 SETTLE_TURNS = 8
 """Turns of the event loop granted to woken callers before the next step, so that a follow-up request joins it."""
 
@@ -44,18 +44,45 @@ class Steppable(Protocol):
     def _drop(self, keys: Sequence[tuple[str, int]]) -> None: ...
 
 
+class FairLock:
+    """A re-entrant lock that is granted in turn.
+
+    With a plain one, a thread that steps in a loop takes it again before a thread that wants to abort has woken up.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._held = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._turn:  # who waits keeps the turn, so that who releases cannot overtake
+                self._held.acquire()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._held.release()
+
+
 class Dispatcher:
     """The table of running samples of one engine."""
 
     def __init__(self, engine: Steppable, name: str) -> None:
-        self.lock = threading.RLock()
+        self.lock = FairLock()
         self.samples: dict[tuple[str, int], SampleRequest] = {}
         self.held = False
         """While True nothing is stepped: the engine is paused."""
         self._engine = engine
         self._name = name
-        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]]
-        self._drivers = weakref.WeakKeyDictionary()
+        self._outbox: list[tuple[SampleRequest, Delta]] = []
+        self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._stepper: ThreadPoolExecutor | None = None
 
     # -- the table -----------------------------------------------------------------------------------------------
@@ -80,35 +107,39 @@ class Dispatcher:
             self._engine._drop([s.key for s in running])
             for sample in running:
                 self._deliver(sample, Delta(request_id=sample.request_id, index=sample.index, finish_reason="abort"))
+            self.flush()
 
     def fail_all(self, error: BaseException) -> None:
-        """End every running sample with an error."""
+        """End every running sample with an error, and free their places."""
         with self.lock:
             failed = list(self.samples.values())
             self.samples.clear()
             for sample in failed:
                 sample.error = error
-                sample.sink(sample, Delta(request_id=sample.request_id, index=sample.index))
+                self._post(sample, Delta(request_id=sample.request_id, index=sample.index))
+            self.flush()
+            self._engine._drop(
+                [s.key for s in failed]
+            )  # last: an engine that is beyond dropping must not hide the error
 
     # -- stepping ------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """One step and its deltas; an error in it ends every running sample, and the engine lives on."""
         with self.lock:
-            if not self.samples:
-                return
-            try:
-                deltas = self._engine._step()
-            except Exception as cause:
-                self._engine._drop(list(self.samples))
-                error = EngineError(f"a generation step failed: {cause}")
-                error.__cause__ = cause
-                self.fail_all(error)
-                return
-            for delta in deltas:
-                sample = self.samples.get((delta.request_id, delta.index))
-                if sample is not None:
-                    self._deliver(sample, delta)
+            self._step()
+            self.flush()
+
+    def run(self, samples: Sequence[SampleRequest]) -> None:
+        """Step until these samples are done; while the engine is held, wait for it."""
+        held_since: float | None = None
+        while not all(s.done for s in samples):
+            if self.held:
+                held_since = self._wait_held(held_since)
+                time.sleep(PAUSE_POLL_S)
+            else:
+                held_since = None
+                self.advance()
 
     def drain(self) -> None:
         """Step until nothing runs."""
@@ -116,59 +147,109 @@ class Dispatcher:
             while self.samples:
                 self.advance()
 
+    def flush(self) -> bool:
+        """Hand the deltas booked so far to those who wait for them; True if there were any."""
+        with self.lock:
+            posts, self._outbox = self._outbox, []
+            for sample, delta in posts:
+                if sample.sink is not None:
+                    sample.sink(sample, delta)
+            return bool(posts)
+
+    def _step(self) -> None:
+        """One step; its deltas are booked and wait for `flush`."""
+        with self.lock:
+            if not self.samples or self.held:
+                return
+            try:
+                for delta in self._engine._step():
+                    sample = self.samples.get((delta.request_id, delta.index))
+                    if sample is not None:
+                        self._deliver(sample, delta)
+            except Exception as cause:
+                error = EngineError(f"a generation step failed: {cause}")
+                error.__cause__ = cause
+                self.fail_all(error)
+
+    def _wait_held(self, since: float | None) -> float:
+        """Since when a caller has waited for a held engine; after PAUSE_TIMEOUT_S all running samples fail."""
+        since = since or time.monotonic()
+        if time.monotonic() - since > PAUSE_TIMEOUT_S:
+            self.fail_all(EnginePaused(f"the engine was not resumed within {PAUSE_TIMEOUT_S:.0f} s."))
+        return since
+
+    # -- the event loop's side -----------------------------------------------------------------------------------
+
     def ensure_driver(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have this event loop step the engine as long as anything runs."""
-        driver = self._drivers.get(loop)
-        if driver is None or driver.done():
-            self._drivers[loop] = loop.create_task(self._drive(loop), name=f"{self._name}-engine-driver")
+        with self.lock:
+            if self._stepper is None:  # one thread, so that steps do not each warm up a thread pool of their own
+                self._stepper = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-engine")
+            driver = self._drivers.get(loop)
+            if driver is None or driver.done():
+                coroutine = self._drive(loop, self._stepper)
+                self._drivers[loop] = loop.create_task(coroutine, name=f"{self._name}-engine-driver")
 
     def shutdown(self) -> None:
-        """Let the stepping thread, if there is one, end."""
-        if self._stepper is not None:
-            self._stepper.shutdown(wait=False, cancel_futures=True)
-            self._stepper = None
+        """End the stepping thread, if there is one. Not to be called under the lock, which that thread may want."""
+        stepper, self._stepper = self._stepper, None
+        if stepper is not None:
+            stepper.shutdown(cancel_futures=True)
 
-    async def _drive(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Callers that are ready submit before each step: so the same callers make the same batches every time."""
-        if self._stepper is None:  # one thread, so that steps do not each warm up a thread pool of their own
-            self._stepper = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-engine")
+    async def _drive(self, loop: asyncio.AbstractEventLoop, stepper: ThreadPoolExecutor) -> None:
+        """Callers that are ready submit before each step: so the same callers make the same batches every time.
+
+        For that, deltas are handed out here, between two steps, and not while the step that made them still runs.
+        """
         held_since: float | None = None
-        while self.samples:
-            if self.held:
-                held_since = held_since or time.monotonic()
-                if time.monotonic() - held_since > PAUSE_TIMEOUT_S:
-                    self.fail_all(EnginePaused(f"the engine was not resumed within {PAUSE_TIMEOUT_S:.0f} s."))
-                await asyncio.sleep(0.002)
-                continue
-            held_since, before = None, len(self.samples)
-            await asyncio.sleep(0)
-            await loop.run_in_executor(self._stepper, self.advance)
-            for _ in range(SETTLE_TURNS if len(self.samples) != before else 0):
-                await asyncio.sleep(0)
+        woken = True
+        try:
+            while self.samples:
+                for _ in range(SETTLE_TURNS if woken else 1):
+                    await asyncio.sleep(0)
+                if self.held:
+                    held_since = self._wait_held(held_since)
+                    await asyncio.sleep(PAUSE_POLL_S)
+                    continue
+                held_since = None
+                await loop.run_in_executor(stepper, self._step)
+                woken = self.flush()
+        except Exception as cause:  # nobody awaits this task: those who wait for it must hear of it
+            error = EngineError(f"the engine's driver failed: {cause}")
+            error.__cause__ = cause
+            self.fail_all(error)
+        finally:
+            self._drivers.pop(loop, None)
+            self.flush()
 
     # -- delivery ------------------------------------------------------------------------------------------------
 
     def _deliver(self, sample: SampleRequest, delta: Delta) -> None:
-        """Book a delta, add its text, stop at a stop string, and hand it on."""
+        """Book a delta, add its text, stop at a stop string, and post it."""
         version = self._engine.policy_version
         sample.take(delta, version)
         added = ""
         if self._engine.tokenizer is not None and (sample.done or sample.wants_text):
             added = sample.new_text(self._engine.tokenizer)
-            if not sample.done and any(stop in sample.text for stop in sample.params.stop):
+            if sample.finish_reason in (None, "length") and any(stop in sample.text for stop in sample.params.stop):
+                if not sample.done:
+                    self._engine._drop([sample.key])
                 sample.finish_reason = "stop"
-                self._engine._drop([sample.key])
         if sample.done:
             self.samples.pop(sample.key, None)
-        sample.sink(
-            sample,
-            Delta(
-                request_id=sample.request_id,
-                index=sample.index,
-                token_ids=delta.token_ids,
-                log_probs=delta.log_probs,
-                text=added,
-                finish_reason=sample.finish_reason,
-                policy_version=version,
-            ),
+        self._post(sample, delta, added, version)
+
+    def _post(self, sample: SampleRequest, delta: Delta, text: str = "", version: int = 0) -> None:
+        """Put a delta into the outbox, if anybody waits for it."""
+        if sample.sink is None or not (sample.done or sample.streams):
+            return
+        whole = Delta(
+            request_id=sample.request_id,
+            index=sample.index,
+            token_ids=delta.token_ids,
+            log_probs=delta.log_probs,
+            text=text,
+            finish_reason=sample.finish_reason,
+            policy_version=version,
         )
+        self._outbox.append((sample, whole))

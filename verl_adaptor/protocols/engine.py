@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import operator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Support
@@ -86,8 +89,7 @@ class InferenceEngine(abc.ABC):
         samples = [s for group in groups if isinstance(group, list) for s in group]
         self._enter(samples)
         try:
-            while not all(s.done for s in samples):
-                self._dispatch.advance()
+            self._dispatch.run(samples)
         finally:
             self._dispatch.leave(samples)
         results: list[Completion] = []
@@ -97,29 +99,31 @@ class InferenceEngine(abc.ABC):
 
     async def agenerate(self, prompt: PromptLike, params: SamplingParams | None = None) -> list[Completion]:
         """The n responses to one prompt. Concurrent calls share batches; cancelling one aborts it."""
-        samples = [sample async for sample, _ in self._follow(prompt, params, text=False) if sample.done]
+        async with contextlib.aclosing(self._follow(prompt, params, streams=False)) as finished:
+            samples = [sample async for sample, _ in finished]
         return [s.completion() for s in sorted(samples, key=lambda s: s.index)]
 
     async def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """Deltas as they are sampled, those of the n samples interleaved; leaving the loop early aborts the request."""
-        async for _, delta in self._follow(prompt, params, text=True):
-            yield delta
+        async with contextlib.aclosing(self._follow(prompt, params, streams=True)) as deltas:
+            async for _, delta in deltas:
+                yield delta
 
     async def _follow(
-        self, prompt: PromptLike, params: SamplingParams | None, *, text: bool
-    ) -> AsyncIterator[tuple[SampleRequest, Delta]]:
-        """The deltas of one request (only the last of each sample unless `text`)."""
+        self, prompt: PromptLike, params: SamplingParams | None, *, streams: bool
+    ) -> AsyncGenerator[tuple[SampleRequest, Delta]]:
+        """The deltas of one request (only the last of each sample unless `streams`)."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[SampleRequest, Delta]] = asyncio.Queue()
 
         def sink(sample: SampleRequest, delta: Delta) -> None:
-            if text or sample.done:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(arrived.put_nowait, (sample, delta))
 
         self._check_serving()
         samples = self._expand(prompt, params or SamplingParams())
         for sample in samples:
-            sample.sink, sample.wants_text = sink, text or sample.wants_text
+            sample.sink, sample.streams, sample.wants_text = sink, streams, streams or sample.wants_text
         self._enter(samples)
         try:
             self._dispatch.ensure_driver(loop)
@@ -298,13 +302,17 @@ class InferenceEngine(abc.ABC):
             self._dispatch.enter(samples)
 
     def _as_prompt(self, prompt: PromptLike) -> Prompt:
-        if isinstance(prompt, Prompt):
-            return prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest(f"{self.path} has no tokenizer; give token ids instead of text.")
             return Prompt(token_ids=tuple(self.tokenizer(prompt)["input_ids"]))
-        return Prompt(token_ids=tuple(prompt))
+        whole = prompt if isinstance(prompt, Prompt) else Prompt(token_ids=prompt)  # type: ignore[arg-type]
+        try:
+            return dataclasses.replace(whole, token_ids=tuple(operator.index(i) for i in whole.token_ids))
+        except TypeError:
+            raise InvalidRequest(
+                f"{whole.token_ids!r:.80} is no prompt; give a text, a sequence of integer token ids, or a Prompt."
+            ) from None
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -345,12 +353,14 @@ class InferenceEngine(abc.ABC):
 
     def _check_update(self, update: WeightUpdate) -> None:
         """Names and shapes against the model, the version against the one served. Nothing is written."""
-        brought = {meta.name: tuple(meta.shape) for meta in update.tensors if meta.name not in self.model.tied}
+        aliases = self.model.tied.keys() & update.tied.keys()
+        brought = {meta.name: tuple(meta.shape) for meta in update.tensors if meta.name not in aliases}
         wanted = {name: tuple(shape) for name, shape in self.model.tensors.items()}
         shared = sorted(brought.keys() & wanted.keys())
         found = {
             "missing": sorted(wanted.keys() - brought.keys()),
-            "unknown": sorted(brought.keys() - wanted.keys()),
+            "tied in the engine, not in the trainer": sorted(brought.keys() & self.model.tied.keys()),
+            "unknown": sorted(brought.keys() - wanted.keys() - self.model.tied.keys()),
             "misshapen": [f"{n} {brought[n]} instead of {wanted[n]}" for n in shared if brought[n] != wanted[n]],
         }
         problems = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in found.items() if names]

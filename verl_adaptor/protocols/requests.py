@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from verl_adaptor.samples import Completion, Delta, FinishReason, Prompt, SamplingParams
@@ -42,8 +43,9 @@ class SampleRequest:
     """Seeds this sample's own generator (law I4)."""
     stop_token_ids: frozenset[int]
     """EOS (unless ignored) and the request's own: sampling one ends the response."""
-    sink: Callable[[SampleRequest, Delta], None] = lambda sample, delta: None
-    """Told of each delta, under the engine's lock."""
+    sink: Callable[[SampleRequest, Delta], None] | None = None
+    """Told of the last delta, or of each if `streams`, under the engine's lock."""
+    streams: bool = False
     wants_text: bool = False
     """Decode after every delta and not only at the end: for streams and stop strings."""
     token_ids: list[int] = field(default_factory=list)
@@ -52,6 +54,8 @@ class SampleRequest:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     text: str = ""
+    decoded: tuple[int, int] = (0, 0)
+    """How many tokens the text before its newest piece stands for, and how many all of it does."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -75,12 +79,28 @@ class SampleRequest:
             self.version_runs.append((version, count))
 
     def new_text(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """What the tokens so far add to the text; an incomplete character is held back until it is whole."""
-        text = str(tokenizer.decode(self.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        if not self.done and (text.endswith("\N{REPLACEMENT CHARACTER}") or not text.startswith(self.text)):
-            return ""
-        added, self.text = text[len(self.text) :], text
+        """What the tokens so far add to the text; an incomplete character is held back until it is whole.
+
+        Only the newest tokens are decoded, with the piece before them, on which their spaces may depend; all of them
+        at the end.
+        """
+        if self.done:
+            whole = _decode(tokenizer, self.token_ids)
+            added = whole[len(self.text) :] if whole.startswith(self.text) else self._tail(tokenizer)[0]
+        else:
+            added, complete = self._tail(tokenizer)
+            if not complete:
+                return ""
+            self.decoded = self.decoded[1], len(self.token_ids)
+        self.text += added
         return added
+
+    def _tail(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+        """The text of the tokens not decoded yet, and whether it ends with a whole character."""
+        start, stop = self.decoded
+        before = _decode(tokenizer, self.token_ids[start:stop])
+        both = _decode(tokenizer, self.token_ids[start:])
+        return both[len(before) :], not both.endswith("\N{REPLACEMENT CHARACTER}")
 
     def completion(self) -> Completion:
         """The finished response; raises what ended it otherwise."""
@@ -99,12 +119,16 @@ class SampleRequest:
         )
 
 
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """A single prompt is a list of one; a flat list of ints is one prompt."""
     if isinstance(prompts, str | Prompt):
         return [prompts]
     many = list(prompts)
-    if many and all(isinstance(item, int) for item in many):
+    if many and all(isinstance(item, Integral) for item in many):
         return [tuple(many)]  # type: ignore[arg-type]
     return many  # type: ignore[return-value]
 

@@ -121,7 +121,7 @@ class TrainerBackend(abc.ABC):
         """Clip, step, advance the schedule, clear the gradients. Returns grad_norm, learning_rate, skipped."""
         self._check_trainable()
         metrics = self._optimizer_step()
-        self._changed = True
+        self._changed |= not metrics["skipped"]
         return metrics
 
     # -- weights -------------------------------------------------------------------------------------------------

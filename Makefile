@@ -1,0 +1,56 @@
+# make demo      train a tiny model from nothing and say where its report is (about two minutes after the install)
+# make test      install the development tools, lint, type-check, run the fast tests
+# make test-all  the slow proofs too; JUnit report in docs/results/test-all.xml
+# make clean     remove the environment, the runs and all caches
+#
+# Variables, for example `make demo PYTHON=python3.12`:
+#   PYTHON       the interpreter that .venv is made with
+#   TORCH        which torch; on a machine with a GPU the default index brings a CUDA build
+#   PIP_ARGS     more arguments for every pip install. For the smaller CPU build of torch on a machine whose default
+#                index brings CUDA: PIP_ARGS='--extra-index-url URL' with the URL of PyTorch's own CPU index
+#   CONSTRAINTS  versions of everything else (a change of TORCH needs another file, or an empty one)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+CONSTRAINTS ?= compat_matrix/envs/latest.txt
+
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
+RECIPE := recipes/digits.yaml
+RUN := runs/digits
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all clean
+
+demo: .venv/.installed-demo
+	$(BIN)/verl-adaptor train $(RECIPE) --output $(RUN)
+	@echo "Open $(CURDIR)/$(RUN)/report.html"
+
+test: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: .venv/.installed-dev
+	mkdir -p docs/results
+	$(BIN)/python -m pytest --junitxml=docs/results/test-all.xml
+
+clean:
+	rm -rf .venv runs build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is renewed when what it was installed from changes; torch comes first, so that nothing else chooses its build.
+.venv/.torch: $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) "$(TORCH)"
+	touch $@
+
+.venv/.installed-demo: .venv/.torch pyproject.toml
+	$(INSTALL) -e '.[report]'
+	touch $@
+
+.venv/.installed-dev: .venv/.torch pyproject.toml
+	$(INSTALL) -e '.[dev]'
+	touch $@ .venv/.installed-demo

@@ -1,0 +1,150 @@
+"""How the rows of a micro-batch are laid out for one forward pass: padded, or packed end to end.
+
+Only real tokens are taken from the batch, so neither layout depends on where the batch was padded (law T1, C07):
+
+    batch (P = 3 prompt columns)    padded                      packed
+    . . a | x y .                   . . a x y                   a x y b c d z
+    b c d | z . .                   b c d z .                   one row; a token sees the earlier tokens of its own
+                                    prompt flush right,         sequence and no other, because the 4-D mask says so and
+                                    response flush left         not because position ids are guessed from (C17)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from verl_adaptor.errors import BatchError, UnsupportedCapability
+
+AttentionMask = Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What goes into a model, and how what comes out finds its way back to [b, R]."""
+
+    input_ids: Tensor
+    """[rows, length]; padded: rows = b, packed: rows = 1."""
+    position_ids: Tensor
+    """[rows, length]; the batch's own at real tokens."""
+    attention_mask: AttentionMask
+    """Padded: [rows, length]. Packed: [1, 1, length, length], or one of those for each kind of layer."""
+    predictors: Tensor
+    """[M] columns whose output predicts a response token (the column before it), the same for all rows."""
+    targets: Tensor
+    """[rows, M] the tokens predicted there."""
+    temperature: Tensor
+    """[rows, M]."""
+    is_real: Tensor
+    """[rows, M] whether a response token stands there."""
+    places: Tensor
+    """[b, R] where the real ones belong, in the same order."""
+
+    def restore(self, values: Tensor) -> Tensor:
+        """[rows, M] -> [b, R]; 0 where there is no response token."""
+        empty = values.new_zeros(self.places.shape)
+        return empty.masked_scatter(self.places, values[self.is_real])
+
+    @property
+    def inputs(self) -> dict[str, Tensor | AttentionMask]:
+        """Keyword arguments of a transformers model."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": self.attention_mask,
+        }
+
+
+def padded(batch: Mapping[str, Tensor] | TensorDict) -> Sequences:
+    """One row a sequence, as narrow as the longest prompt and the longest response allow."""
+    real, prompt_columns = _real_tokens(batch)
+    prompt_lengths = real[:, :prompt_columns].sum(-1)
+    response_lengths = real[:, prompt_columns:].sum(-1)
+    before = max(1, int(prompt_lengths.max()))  # a micro-batch of empty rows still needs a column to run on
+    after = max(1, int(response_lengths.max()))
+    column = (real.cumsum(-1) - 1 + (before - prompt_lengths)[:, None])[real]
+    row = real.nonzero()[:, 0]
+
+    def place(values: Tensor) -> Tensor:
+        laid = values.new_zeros(len(values), before + after)
+        laid[row, column] = values[real]
+        return laid
+
+    input_ids = place(batch["input_ids"])
+    ahead = torch.arange(after, device=real.device)
+    return Sequences(
+        input_ids=input_ids,
+        position_ids=place(batch["position_ids"]),
+        attention_mask=place(real.long()),
+        predictors=ahead + before - 1,
+        targets=input_ids[:, before:],
+        temperature=batch["temperature"][:, None].expand(-1, after),
+        is_real=ahead < response_lengths[:, None],
+        places=real[:, prompt_columns:],
+    )
+
+
+def packed(batch: Mapping[str, Tensor] | TensorDict, config: PreTrainedConfig) -> Sequences:
+    """All sequences end to end in one row. Without a real token there is nothing to pack: that is laid out padded."""
+    real, prompt_columns = _real_tokens(batch)
+    if not real.any():
+        return padded(batch)
+    input_ids = batch["input_ids"][real]
+    row = real.nonzero()[:, 0]
+    is_response = real.clone()
+    is_response[:, :prompt_columns] = False
+    found = is_response[real].nonzero()[:, 0]
+    return Sequences(
+        input_ids=input_ids[None],
+        position_ids=batch["position_ids"][real][None],
+        attention_mask=_packed_mask(row, config),
+        predictors=found - 1,
+        targets=input_ids[None, found],
+        temperature=batch["temperature"][row[found]][None],
+        is_real=torch.ones(1, len(found), dtype=torch.bool, device=real.device),
+        places=real[:, prompt_columns:],
+    )
+
+
+def _real_tokens(batch: Mapping[str, Tensor] | TensorDict) -> tuple[Tensor, int]:
+    """[b, T] bool, and the number of prompt columns."""
+    real = batch["attention_mask"].bool()
+    prompt_columns = real.shape[1] - batch["responses"].shape[1]
+    orphans = real[:, prompt_columns:].any(-1) & ~real[:, :prompt_columns].any(-1)
+    if orphans.any():
+        raise BatchError(
+            f"row {int(orphans.nonzero()[0])} has a response and no prompt token: nothing predicts its first token; "
+            "begin prompts with at least one token (BOS)."
+        )
+    return real, prompt_columns
+
+
+def _packed_mask(row: Tensor, config: PreTrainedConfig) -> AttentionMask:
+    """Block-diagonal causal masks for the kinds of attention that the layers of this model use."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise UnsupportedCapability(
+            f"packing: a {config.model_type} has layers of kind {', '.join(sorted(kinds))}, which carry state from one "
+            "sequence into the next; set packing=false."
+        )
+    index = torch.arange(len(row), device=row.device)
+    behind = index[:, None] - index
+    full = (row[:, None] == row) & (behind >= 0)
+    masks = {"full_attention": full, "sliding_attention": full & (behind < (window or len(row)))}
+    ready = {kind: _as_attention_wants(masks[kind], config) for kind in kinds}
+    return ready if len(kinds) > 1 else ready.popitem()[1]
+
+
+def _as_attention_wants(allowed: Tensor, config: PreTrainedConfig) -> Tensor:
+    """[1, 1, N, N]: boolean for scaled_dot_product_attention, else what is added to the scores."""
+    if config._attn_implementation == "sdpa":
+        return allowed[None, None]
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, lowest)[None, None]

@@ -1,0 +1,200 @@
+"""From a recipe to a finished run: everything is checked, then made, then trained, then told.
+
+DIR/config.yaml       the recipe as it ran, overrides applied
+DIR/model/            the model it started from, where the recipe builds one
+DIR/metrics.jsonl     one object a step
+DIR/checkpoints/      the newest ones
+DIR/final/            the trained policy, a Hugging Face folder
+DIR/summary.json, DIR/report.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_adaptor.backends.causal_lm import load_tokenizer, pad_token_id
+from verl_adaptor.cli.recipes import differences
+from verl_adaptor.cli.signals import StopSignals
+from verl_adaptor.config import EngineConfig, Recipe, TrainerConfig
+from verl_adaptor.data import open_prompts
+from verl_adaptor.errors import ConfigError, ModelError
+from verl_adaptor.factory import Plan, resolve_engine, resolve_trainer
+from verl_adaptor.objects import load_callable
+from verl_adaptor.ppo.checkpoints import Checkpoints
+from verl_adaptor.ppo.evaluate import gain_interval
+from verl_adaptor.ppo.loop import PPO, train
+from verl_adaptor.ppo.reward import Reward, load_reward
+from verl_adaptor.ppo.rollout import Rollout, single_turn
+from verl_adaptor.protocols import InferenceEngine, TrainerBackend
+from verl_adaptor.tasks import Task, load_task
+from verl_adaptor.tracking import Tracker, environment, write_report
+from verl_adaptor.tracking.records import read_rows, write_atomically
+
+TrainerPlan = Plan[TrainerBackend, TrainerConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """All parts of a recipe, checked and not made yet: nothing is loaded, nothing is written."""
+
+    engine: Plan[InferenceEngine, EngineConfig]
+    actor: TrainerPlan
+    critic: TrainerPlan | None
+    reference: TrainerPlan | None
+    task: Task | None
+    reward: Reward
+    rollout: Rollout
+
+
+def plan(recipe: Recipe) -> Plans:
+    """Check every section against its backend. Raises what `resolve_engine` and `resolve_trainer` raise."""
+    path, actor = recipe.model.path, {"seed": recipe.seed, "total_steps": recipe.ppo.optimizer_steps, **recipe.trainer}
+
+    def trainer(**settings: Any) -> TrainerPlan:
+        return resolve_trainer(path, **{**actor, **settings})
+
+    task = load_task(recipe.data.task, recipe.data.args) if recipe.data.task else None
+    rollout: Rollout = single_turn
+    if recipe.rollout.function:
+        rollout = load_callable(recipe.rollout.function, key="rollout.function")
+    return Plans(
+        engine=resolve_engine(path, **{"seed": recipe.seed, **recipe.engine}),
+        actor=trainer(),
+        critic=None if recipe.critic is None else trainer(**{**recipe.critic, "head": "value"}),
+        reference=None
+        if recipe.ppo.kl.where == "none"
+        else trainer(**{**recipe.reference, "trainable": False, "activation_checkpointing": False}),
+        task=task,
+        reward=load_reward(recipe.reward, task),
+        rollout=rollout,
+    )
+
+
+@contextmanager
+def prepared(recipe: Recipe, output: Path, *, resume: bool) -> Iterator[tuple[PPO, dict[str, Any]]]:
+    """A run that is ready to train, and facts about its model; everything is closed at the end.
+
+    Raises:
+        ConfigError: the folder holds another run, or cannot be written; or anything `plan` raises.
+    """
+    plans = plan(recipe)
+    checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
+    _check_folder(recipe, output, checkpoints, resume=resume)
+    with ExitStack() as stack:
+        tracker = stack.enter_context(
+            Tracker(
+                recipe.tracking,
+                output,
+                total_steps=recipe.ppo.total_steps,
+                resume_step=checkpoints.newest_step() if resume else None,
+            )
+        )
+        path, facts = _model(recipe, output, resume=resume)
+        tokenizer = load_tokenizer(path)
+        prompts, held_out = open_prompts(
+            recipe.data, tokenizer, seed=recipe.seed, held_out=recipe.evaluation.prompts, task=plans.task
+        )
+        engine = stack.enter_context(plans.engine.create(path))
+        if not engine.model.eos_token_ids:
+            raise ModelError(
+                f"{path} names no EOS token, so that no response could end; set eos_token_id in its config."
+            )
+        run = (
+            PPO(
+                config=recipe.ppo,
+                rollout_config=recipe.rollout,
+                evaluation_config=recipe.evaluation,
+                tracking_config=recipe.tracking,
+                seed=recipe.seed,
+                prompts=prompts,
+                held_out=held_out,
+                engine=engine,
+                actor=stack.enter_context(plans.actor.create(path)),
+                critic=stack.enter_context(plans.critic.create(path)) if plans.critic else None,
+                reference=stack.enter_context(plans.reference.create(path)) if plans.reference else None,
+                reward=plans.reward,
+                tracker=tracker,
+                checkpoints=checkpoints,
+                pad_token_id=pad_token_id(tokenizer) if tokenizer else 0,
+                rollout=plans.rollout,
+            ),
+            facts,
+        )
+        dump = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+        write_atomically(output / "config.yaml", dump.encode())  # last: now the folder holds a run
+        yield run
+
+
+def run_to_end(run: PPO, recipe: Recipe, output: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Train, save the policy, and write summary and report. Returns the summary.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or SIGTERM arrived; a checkpoint of the last whole step was saved.
+    """
+    with StopSignals() as stop:
+        run.stop_requested = stop
+        asyncio.run(train(run))
+    run.actor.save_pretrained(output / "final")
+    before, after = run.evaluations[0], run.evaluations[recipe.ppo.total_steps]
+    rows = read_rows(output / "metrics.jsonl")
+    seconds = sum(row["time/step"] for row in rows)
+    summary = {
+        "reward_before": before.mean,
+        "reward_after": after.mean,
+        "reward_gain_interval": list(gain_interval(before, after)),
+        "eval_prompts": len(after.rewards),
+        "steps": recipe.ppo.total_steps,
+        "train_seconds": seconds,
+        "tokens_per_second": sum(row["tokens"] for row in rows) / seconds if seconds else 0.0,
+        "seed": recipe.seed,
+        "model": facts,
+        **environment(),
+    }
+    run.tracker.summary(summary)
+    run.tracker.close()
+    if recipe.tracking.report:
+        write_report(output)
+    return summary
+
+
+def _check_folder(recipe: Recipe, output: Path, checkpoints: Checkpoints, *, resume: bool) -> None:
+    """A new run needs a folder without one; a resumed run needs the recipe that the folder holds."""
+    kept = output / "config.yaml"
+    if not resume and (kept.exists() or checkpoints.newest() is not None):
+        raise ConfigError(f"{output} holds a run; go on with --resume, or choose another --output.")
+    if resume and kept.exists():
+        old = yaml.safe_load(kept.read_text(encoding="utf-8"))
+        changed = differences(old, recipe.model_dump(mode="json"))
+        if changed:
+            raise ConfigError(
+                f"{output} was run with another recipe, so that a resumed run would be neither: {'; '.join(changed)}. "
+                "Use the old values, or start a new run in another --output."
+            )
+
+
+def _model(recipe: Recipe, output: Path, *, resume: bool) -> tuple[str, dict[str, Any]]:
+    """The folder to start from, made if the recipe says how, and what is known about it.
+
+    It is built beside its place and renamed, so that an interrupted build is never taken for a model; a resumed run
+    starts from the one that is there.
+    """
+    if recipe.model.path is not None:
+        return recipe.model.path, {"path": recipe.model.path}
+    folder, partial = output / "model", output / "model.partial"
+    if not (resume and folder.exists()):
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        build = load_callable(recipe.model.build or "", key="model.build")
+        facts = build(partial, seed=recipe.seed, **recipe.model.build_args)
+        (partial / "build.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        partial.rename(folder)
+    return str(folder), json.loads((folder / "build.json").read_text(encoding="utf-8"))

@@ -1,0 +1,159 @@
+"""What a law is checked on: a backend, tiny models, and an independent oracle."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer
+from verl_adaptor.batch import collate
+from verl_adaptor.capabilities import BackendSpec
+from verl_adaptor.config import EngineConfig, TrainerConfig
+from verl_adaptor.factory import create_inference_engine, create_trainer_backend
+from verl_adaptor.protocols import InferenceEngine, LossOutput, TrainerBackend
+from verl_adaptor.samples import Trajectory
+from verl_adaptor.testing.models import make_tiny_model
+from verl_adaptor.testing.reference import ReferenceEngine, ReferenceTrainer
+
+FP32_LOG_PROB = 1e-4
+"""Law I2: engine against oracle, nats."""
+GAP = 1e-4
+"""Laws I3, I4: where the best two are nearer than this, rounding may choose."""
+
+
+class Bench:
+    """Makes engines and trainers of one backend on one tiny model, and closes them all at the end."""
+
+    def __init__(
+        self,
+        spec: BackendSpec,
+        *,
+        family: str = "llama",
+        engine_settings: Mapping[str, Any] | None = None,
+        trainer_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.family = family
+        self._engine_settings = dict(engine_settings or {})
+        self._trainer_settings = dict(trainer_settings or {})
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-adaptor-laws-")
+        self._open: list[InferenceEngine | TrainerBackend] = []
+        self._shared: InferenceEngine | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Scratch space."""
+        return Path(self._folder.name)
+
+    @cached_property
+    def path(self) -> str:
+        """The tiny model: two layers or more, grouped-query attention, random norms and biases."""
+        return str(make_tiny_model(self.family, self.folder / self.family))
+
+    # -- what is tested ------------------------------------------------------------------------------------------
+
+    def engine(self, **settings: Any) -> InferenceEngine:
+        """A fresh engine of the backend under test."""
+        engine = create_inference_engine(self.path, backend=self.spec.name, **{**self._engine_settings, **settings})
+        self._open.append(engine)
+        return engine
+
+    @property
+    def shared_engine(self) -> InferenceEngine:
+        """One engine for all laws that leave it as they found it."""
+        if self._shared is None:
+            self._shared = self.engine()
+        return self._shared
+
+    def trainer(self, path: str | None = None, **settings: Any) -> TrainerBackend:
+        """A fresh trainer of the backend under test; learning rate 1e-3 unless told otherwise."""
+        settings = {"learning_rate": 1e-3, **self._trainer_settings, **settings}
+        trainer = create_trainer_backend(path or self.path, backend=self.spec.name, **settings)
+        self._open.append(trainer)
+        return trainer
+
+    # -- what it is compared with --------------------------------------------------------------------------------
+
+    @cached_property
+    def oracle(self) -> Any:
+        """The same model in plain transformers, float32, eager attention."""
+        model = load_causal_lm(self.path, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=False)
+        model.set_attn_implementation("eager")
+        return model
+
+    @cached_property
+    def sampleable(self) -> int:
+        """Ids below this have a tokenizer entry; the model's vocabulary is padded beyond (C18)."""
+        tokenizer = load_tokenizer(self.path)
+        return self.oracle.config.vocab_size if tokenizer is None else len(tokenizer)
+
+    @torch.no_grad()
+    def log_probs(self, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """[len(ids) - 1, V] log-probs of every next token, by the oracle."""
+        logits = self.oracle(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, :-1].float()
+        return (logits / temperature).log_softmax(-1)
+
+    def reference_engine(self) -> InferenceEngine:
+        """The reference engine on the same model."""
+        engine = ReferenceEngine(self.path, EngineConfig())
+        self._open.append(engine)
+        return engine
+
+    def reference_trainer(self, **settings: Any) -> TrainerBackend:
+        """The reference trainer on the same model."""
+        trainer = ReferenceTrainer(self.path, TrainerConfig(**{"learning_rate": 1e-3, **settings}))
+        self._open.append(trainer)
+        return trainer
+
+    # -- inputs --------------------------------------------------------------------------------------------------
+
+    def prompts(self, count: int, *, seed: int = 0, longest: int = 12) -> list[tuple[int, ...]]:
+        """Random prompts of unequal lengths, without special tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
+        return [tuple(torch.randint(8, self.sampleable, (n,), generator=generator).tolist()) for n in lengths]
+
+    def batch(self, rows: int = 6, *, seed: int = 0, temperature: float = 1.0) -> TensorDict:
+        """A training batch of unequal lengths, with observation tokens, advantages, returns, old log-probs, values."""
+        generator = torch.Generator().manual_seed(seed)
+        prompts = self.prompts(rows, seed=seed + 1)
+        responses = self.prompts(rows, seed=seed + 2, longest=9)
+        trajectories = [
+            Trajectory(
+                prompt_ids=prompt,
+                response_ids=response,
+                response_mask=tuple(int(not (row % 3 == 1 and place == 1)) for place in range(len(response))),
+                rollout_log_probs=(0.0,) * len(response),
+                finish_reason="stop",
+                temperature=temperature,
+            )
+            for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+        batch = collate(trajectories, pad_token_id=0)
+        for key in ("advantages", "returns", "values"):
+            batch[key] = torch.randn(batch["responses"].shape, generator=generator)
+        return batch
+
+    def close(self) -> None:
+        """Close what was opened and delete the scratch space."""
+        while self._open:
+            self._open.pop().close()
+        self._folder.cleanup()
+
+
+def policy_gradient(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+    """The plainest policy loss, -log p * A: its gradient depends on every token."""
+    weight = batch["response_mask"].sum()
+    metric = ((outputs["log_probs"].detach() * batch["response_mask"]).sum(), weight)
+    return LossOutput(-outputs["log_probs"] * batch["advantages"], {"log_prob": metric})
+
+
+def squared_error(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+    """The plainest value loss."""
+    return LossOutput(0.5 * (outputs["values"] - batch["returns"]) ** 2)

@@ -1,0 +1,433 @@
+"""Laws T1 to T7 and P1 to P3: what every trainer must do, alone and with an engine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import torch
+from tensordict import TensorDict
+
+from verl_adaptor.capabilities import Capability, Role
+from verl_adaptor.config import LossAggregation
+from verl_adaptor.errors import CheckpointError, NonFiniteGradient, TrainerClosed
+from verl_adaptor.protocols import InferenceEngine, LossOutput, TrainerBackend
+from verl_adaptor.testing.bench import Bench, policy_gradient, squared_error
+from verl_adaptor.testing.laws import law
+
+TRAINING: Role = "training"
+INFERENCE: Role = "inference"
+STEPS = 5
+SPLITS: tuple[dict[str, Any], ...] = ({}, {"micro_batch_size": 1}, {"micro_batch_size": 4})
+LOG_PROB, LOSS, WEIGHT = 1e-5, 1e-5, 5e-5
+
+
+@law("T1", TRAINING)
+def log_probs_are_the_oracles(bench: Bench) -> None:
+    """Log-probs equal the oracle's whatever the padding side and micro-batch size (C02, C07, C16)."""
+    for temperature in (1.0, 0.6):
+        batch = bench.batch(temperature=temperature)
+        truth = oracle_log_probs(bench, batch, temperature)
+        mask = response_tokens(batch)
+        for settings in SPLITS:
+            with bench.trainer(**settings) as trainer:
+                for padded in (batch, extra_padding(batch)):
+                    got = trainer.compute_log_probs(padded).log_probs[:, : truth.shape[1]]
+                    gap = float((got - truth)[mask].abs().max())
+                    assert gap <= LOG_PROB, f"log-probs differ by {gap:.1e} (T={temperature}, {settings})"
+
+
+@law("T1", TRAINING, needs=(Capability.PACKING,))
+def packing_leaks_nothing(bench: Bench) -> None:
+    """Sequences laid end to end have the log-probs they have alone (C17)."""
+    batch = bench.batch(8)
+    with bench.trainer(packing=True) as trainer:
+        got = trainer.compute_log_probs(batch).log_probs
+    gap = float((got - oracle_log_probs(bench, batch, 1.0))[response_tokens(batch)].abs().max())
+    assert gap <= LOG_PROB, f"packed log-probs differ by {gap:.1e}"
+
+
+@law("T2", TRAINING)
+def one_update_is_the_same_update(bench: Bench) -> None:
+    """Micro-batch size and row order change nothing over five steps (C06, C20)."""
+    expected = run(bench.reference_trainer(), bench)
+    for settings in SPLITS:
+        with bench.trainer(**settings) as trainer:
+            assert_same_run(run(trainer, bench), expected, str(settings))
+    with bench.trainer(micro_batch_size=2) as trainer:
+        assert_same_run(run(trainer, bench, reverse=True), expected, "rows reversed")
+
+
+@law("T2", TRAINING, needs=(Capability.TOKEN_BUDGET,))
+def a_token_budget_is_the_same_update(bench: Bench) -> None:
+    """So does splitting by tokens."""
+    with bench.trainer(max_tokens_per_micro_batch=24) as trainer:
+        assert_same_run(run(trainer, bench), run(bench.reference_trainer(), bench), "token budget")
+
+
+@law("T2", TRAINING, needs=(Capability.PACKING,))
+def packing_is_the_same_update(bench: Bench) -> None:
+    """So does packing."""
+    with bench.trainer(packing=True, micro_batch_size=3) as trainer:
+        assert_same_run(run(trainer, bench), run(bench.reference_trainer(), bench), "packing")
+
+
+@law("T2", TRAINING, needs=(Capability.ACTIVATION_CHECKPOINTING,))
+def checkpointing_is_the_same_update(bench: Bench) -> None:
+    """So does recomputing activations (C30)."""
+    with bench.trainer(activation_checkpointing=True, micro_batch_size=3) as trainer:
+        assert_same_run(run(trainer, bench), run(bench.reference_trainer(), bench), "activation checkpointing")
+
+
+@law("T2", TRAINING, needs=(Capability.BF16,))
+def bf16_stays_near(bench: Bench) -> None:
+    """bfloat16 compute: first loss within 2e-3, grad norm within 2 %, update within 10 % of its norm."""
+    expected = run(bench.reference_trainer(), bench, steps=1)
+    with bench.trainer(dtype="bfloat16") as trainer:
+        got = run(trainer, bench, steps=1)
+    assert abs(got.losses[0] - expected.losses[0]) <= 2e-3 * max(1.0, abs(expected.losses[0]))
+    assert abs(got.grad_norms[0] / expected.grad_norms[0] - 1) <= 0.02, (got.grad_norms, expected.grad_norms)
+
+
+@law("T2", TRAINING, needs=(Capability.VALUE_HEAD,))
+def a_critic_does_not_depend_on_its_split(bench: Bench) -> None:
+    """The value head learns, and its update does not depend on micro-batches."""
+    runs = []
+    for settings in SPLITS[:2]:
+        with bench.trainer(head="value", **settings) as critic:
+            batch = bench.batch()
+            losses = [critic.update(batch, squared_error)["loss"] for _ in range(STEPS)]
+            runs.append((losses, critic.compute_values(batch)))
+    (whole, values), (split, values_split) = runs
+    assert max(abs(a - b) for a, b in zip(whole, split, strict=True)) <= LOSS
+    assert float((values - values_split)[response_tokens(batch)].abs().max()) <= 1e-3
+    assert whole[-1] < whole[0], "the critic does not learn"
+
+
+@law("T3", TRAINING)
+def the_five_aggregations(bench: Bench) -> None:
+    """Each aggregation is taken over the global mini-batch: split and whole agree with the formula."""
+    batch = bench.batch()
+    with bench.trainer() as probe:
+        per_token = -probe.compute_log_probs(batch).log_probs * batch["advantages"]
+    for mode in get_args(LossAggregation):
+        expected = aggregated(per_token, batch["response_mask"], mode)
+        for settings in SPLITS[1:]:
+            with bench.trainer(loss_aggregation=mode, **settings) as trainer:
+                got = trainer.update(batch, policy_gradient)["loss"]
+            assert abs(got - expected) <= LOSS * max(1.0, abs(expected)), f"{mode}, {settings}: {got} for {expected}"
+
+
+@law("T4", TRAINING)
+def exported_is_what_was_loaded(bench: Bench) -> None:
+    """Exported weights equal the model's, bit for bit, under Hugging Face names, tied weights once."""
+    with bench.trainer() as trainer:
+        exported = weights(trainer)
+        update = trainer.export_weights()
+    state = bench.oracle.state_dict()
+    stored: dict[int, str] = {}
+    for name, tensor in state.items():
+        first = stored.setdefault(tensor.data_ptr(), name)
+        if first == name:
+            assert name in exported or name in update.tied, f"{name} was not exported"
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, state[name]), f"{name} is not what was loaded"
+    metas = {meta.name: meta for meta in update.tensors}
+    assert metas.keys() == exported.keys()
+    assert all(tuple(exported[n].shape) == metas[n].shape for n in metas)
+    assert all(alias not in metas and target in metas for alias, target in update.tied.items())
+
+
+@law("T4", TRAINING)
+def versions_advance_with_the_weights(bench: Bench) -> None:
+    """An export after an update has the next version; another export of the same weights does not."""
+    with bench.trainer() as trainer:
+        assert trainer.export_weights().version == 0
+        trainer.update(bench.batch(), policy_gradient)
+        assert trainer.export_weights().version == trainer.export_weights().version == 1
+
+
+@law("T5", TRAINING, needs=(Capability.EXACT_RESUME,))
+def resume_is_exact(bench: Bench) -> None:
+    """N + M steps equal N, save, load, M, bit for bit (C10)."""
+    settings: dict[str, Any] = {}
+    folder = bench.folder / f"checkpoint-{len(list(bench.folder.iterdir()))}"
+    with bench.trainer(**settings) as trainer:
+        run(trainer, bench, steps=2)
+        trainer.export_weights()
+        trainer.save_checkpoint(folder)
+        straight = run(trainer, bench, steps=3)
+    with bench.trainer(**settings) as trainer:
+        trainer.load_checkpoint(folder)
+        assert trainer.policy_version == 1, "the policy version was not resumed"
+        resumed = run(trainer, bench, steps=3)
+    assert straight.losses == resumed.losses and straight.grad_norms == resumed.grad_norms
+    for name, tensor in straight.weights.items():
+        assert torch.equal(tensor, resumed.weights[name]), f"{name} differs after resume"
+
+
+@law("T5", TRAINING, needs=(Capability.EXACT_RESUME,))
+def a_half_written_checkpoint_is_refused(bench: Bench) -> None:
+    """Whatever file is missing or cut short, loading is `CheckpointError` (C12)."""
+    whole = bench.folder / "whole"
+    with bench.trainer() as trainer:
+        trainer.save_checkpoint(whole)
+        names = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
+        assert names, "the checkpoint is empty"
+        for name in names:
+            for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-7])):
+                half = bench.folder / "half"
+                shutil.copytree(whole, half)
+                damage(half / name)
+                try:
+                    trainer.load_checkpoint(half)
+                except CheckpointError:
+                    pass
+                else:
+                    raise AssertionError(f"a checkpoint with a damaged {name} was loaded")
+                finally:
+                    shutil.rmtree(half)
+        try:
+            trainer.load_checkpoint(bench.folder / "nowhere")
+        except CheckpointError:
+            return
+    raise AssertionError("a missing checkpoint was loaded")
+
+
+@law("T5", TRAINING, needs=(Capability.SAVE_PRETRAINED,))
+def save_pretrained_opens_in_transformers(bench: Bench) -> None:
+    """The saved folder holds the trained weights, under names that plain transformers loads without complaint."""
+    from transformers import AutoModelForCausalLM
+
+    folder = bench.folder / "pretrained"
+    with bench.trainer() as trainer:
+        trainer.update(bench.batch(), policy_gradient)
+        trainer.save_pretrained(folder)
+        exported = weights(trainer)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = loaded
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+
+
+@law(
+    "T6",
+    TRAINING,
+    needs=(Capability.OFFLOAD,),
+    refused=lambda bench: bench.trainer().offload("disk"),
+)
+def offload_is_exact(bench: Bench) -> None:
+    """Offload and onload are bit-exact, in the middle of training."""
+    expected = run(bench.trainer(), bench, steps=4)
+    with bench.trainer() as trainer:
+        run(trainer, bench, steps=2)
+        trainer.offload("disk")
+        trainer.onload()
+        got = run(trainer, bench, steps=2)
+    assert got.losses == expected.losses[2:]
+    assert all(torch.equal(got.weights[name], tensor) for name, tensor in expected.weights.items())
+
+
+@law("T7", TRAINING)
+def a_nan_never_reaches_the_weights(bench: Bench) -> None:
+    """A non-finite gradient is skipped and counted, or raised; weights and later steps are as if it had not been."""
+    batch = bench.batch()
+    with bench.trainer() as clean, bench.trainer() as hit, bench.trainer(non_finite="raise") as strict:
+        for trainer in (clean, hit):
+            trainer.update(batch, policy_gradient)
+        before = weights(hit)
+        assert hit.update(batch, poisoned)["skipped"] == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(hit).items()), (
+            "a NaN reached the weights"
+        )
+        after = [trainer.update(batch, policy_gradient) for trainer in (clean, hit)]
+        assert after[0] == after[1], f"the skipped step left a trace: {after}"
+        try:
+            strict.update(batch, poisoned)
+        except NonFiniteGradient:
+            return
+    raise AssertionError("non_finite='raise' did not raise")
+
+
+@law("I10", TRAINING)
+def a_closed_trainer_refuses(bench: Bench) -> None:
+    """Close twice; use after close is `TrainerClosed`; the process is left as found (I9, I10 for trainers)."""
+    before = (dict(os.environ), torch.random.get_rng_state().tolist(), torch.get_num_threads(), signal.getsignal(2))
+    trainer = bench.trainer()
+    trainer.update(bench.batch(), policy_gradient)
+    trainer.close()
+    trainer.close()
+    after = (dict(os.environ), torch.random.get_rng_state().tolist(), torch.get_num_threads(), signal.getsignal(2))
+    assert after == before or bench.spec.process_effects, "the trainer changed the process"
+    try:
+        trainer.compute_log_probs(bench.batch())
+    except TrainerClosed:
+        return
+    raise AssertionError("a closed trainer still answers")
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------
+
+
+@law("P1", TRAINING)
+def a_sync_reaches_the_reference_engine(bench: Bench) -> None:
+    """This trainer with the reference engine: after each of three syncs, `score` equals the trainer's."""
+    check_pair(bench.trainer(learning_rate=0.05), bench.reference_engine(), bench)
+
+
+@law("P1", INFERENCE, needs=(Capability.UPDATE_WEIGHTS, Capability.SCORE))
+def a_sync_from_the_reference_trainer(bench: Bench) -> None:
+    """The reference trainer with this engine."""
+    check_pair(bench.reference_trainer(learning_rate=0.05), bench.engine(), bench)
+
+
+@law("P2", TRAINING, INFERENCE, needs=(Capability.UPDATE_WEIGHTS,))
+def the_first_ratio_is_one(bench: Bench) -> None:
+    """On fresh samples of the synced policy, exp(trainer - engine) is 1 within 1e-3 (C20)."""
+    from verl_adaptor.batch import collate
+    from verl_adaptor.samples import Prompt, SamplingParams, Trajectory
+
+    with bench.trainer(learning_rate=0.02) as trainer, bench.engine() as engine:
+        trainer.update(bench.batch(), policy_gradient)
+        engine.update_weights(trainer.export_weights())
+        prompts = [Prompt(token_ids=ids) for ids in bench.prompts(6)]
+        completions = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.7, seed=0))
+        pairs = zip(completions, prompts, strict=True)
+        batch = collate([Trajectory.from_completion(c, p, temperature=0.7) for c, p in pairs], pad_token_id=0)
+        gap = trainer.compute_log_probs(batch).log_probs - batch["rollout_log_probs"]
+        ratio = gap[batch["response_mask"] > 0].exp()
+        assert float((ratio - 1).abs().max()) <= 1e-3, f"first ratio off by {float((ratio - 1).abs().max()):.1e}"
+
+
+@law("P3", TRAINING, INFERENCE, needs=(Capability.UPDATE_WEIGHTS, Capability.SCORE))
+def nothing_drifts_at_learning_rate_zero(bench: Bench) -> None:
+    """Twenty syncs at learning rate 0 leave `score` where it was (C21, C28)."""
+    probe = bench.prompts(2, seed=31, longest=40)
+    with bench.trainer(learning_rate=0.0, weight_decay=0.0) as trainer, bench.engine() as engine:
+        before = engine.score(probe)
+        for sync in range(20):
+            trainer.update(bench.batch(2, seed=sync), policy_gradient)
+            engine.update_weights(trainer.export_weights())
+        assert engine.policy_version == 20
+        assert engine.score(probe) == before, "the policy drifted though nothing was learnt"
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """What a few updates gave."""
+
+    def __init__(self, losses: list[float], grad_norms: list[float], weights: dict[str, torch.Tensor]) -> None:
+        self.losses, self.grad_norms, self.weights = losses, grad_norms, weights
+
+
+def run(trainer: TrainerBackend, bench: Bench, *, steps: int = STEPS, reverse: bool = False) -> Run:
+    """A few updates on one batch of unequal lengths."""
+    batch = bench.batch()
+    if reverse:
+        batch = batch[torch.arange(len(batch) - 1, -1, -1)]
+    results = [trainer.update(batch, policy_gradient) for _ in range(steps)]
+    return Run([r["loss"] for r in results], [r["grad_norm"] for r in results], weights(trainer))
+
+
+def assert_same_run(got: Run, expected: Run, what: str) -> None:
+    """Law T2's tolerances."""
+    loss = max(abs(a - b) for a, b in zip(got.losses, expected.losses, strict=True))
+    norm = max(abs(a - b) for a, b in zip(got.grad_norms, expected.grad_norms, strict=True))
+    weight = max(float((got.weights[n] - expected.weights[n]).abs().max()) for n in expected.weights)
+    assert loss <= LOSS and norm <= LOSS and weight <= WEIGHT, (
+        f"{what}: loss differs by {loss:.1e}, grad norm by {norm:.1e}, weights by {weight:.1e}"
+    )
+
+
+def weights(trainer: TrainerBackend) -> dict[str, torch.Tensor]:
+    """A copy of the exported weights."""
+    return {n: t.detach().cpu().clone() for bucket in trainer.export_weights().buckets() for n, t in bucket.items()}
+
+
+def response_tokens(batch: TensorDict) -> torch.Tensor:
+    """[B, R] True at real response tokens, observations included."""
+    return batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()
+
+
+def oracle_log_probs(bench: Bench, batch: TensorDict, temperature: float) -> torch.Tensor:
+    """[B, R] by one unpadded forward of the oracle a row."""
+    width = batch["responses"].shape[1]
+    truth = torch.zeros(batch["responses"].shape)
+    for row in range(len(batch)):
+        real = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row][real].tolist()
+        count = int(real[-width:].sum())
+        table = bench.log_probs(ids, temperature)[-count:]
+        truth[row, :count] = table.gather(-1, torch.tensor(ids[-count:])[:, None])[:, 0]
+    return truth
+
+
+def extra_padding(batch: TensorDict) -> TensorDict:
+    """The same rows with three more padding columns on either side."""
+    side = torch.full((len(batch), 3), 5)
+    padded = {key: batch[key] for key in ("temperature",)}
+    for key in ("input_ids", "attention_mask", "position_ids"):
+        filler = side if key == "input_ids" else torch.zeros_like(side)
+        padded[key] = torch.cat([filler, batch[key], filler], dim=1)
+    padded["responses"] = torch.cat([batch["responses"], side], dim=1)
+    return TensorDict(padded, batch_size=batch.batch_size)
+
+
+def aggregated(per_token: torch.Tensor, mask: torch.Tensor, mode: str) -> float:
+    """The five aggregations written out over the whole batch."""
+    per_row = (per_token * mask).sum(-1)
+    rows = int((mask.sum(-1) > 0).sum())
+    formulas: Mapping[str, Callable[[], torch.Tensor]] = {
+        "token-mean": lambda: per_row.sum() / mask.sum(),
+        "token-sum": lambda: per_row.sum(),
+        "seq-mean-token-sum": lambda: per_row.sum() / rows,
+        "seq-mean-token-sum-norm": lambda: per_row.sum() / rows / mask.shape[1],
+        "seq-mean-token-mean": lambda: (per_row / mask.sum(-1)).sum() / rows,
+    }
+    return float(formulas[mode]())
+
+
+def poisoned(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+    """A loss whose gradient is NaN."""
+    return LossOutput(outputs["log_probs"] * float("nan"))
+
+
+def check_pair(trainer: TrainerBackend, engine: InferenceEngine, bench: Bench) -> None:
+    """Three updates, each followed by a sync after which both agree on a probe longer than two cache blocks."""
+    probe = list(bench.prompts(1, seed=37, longest=300)[0])
+    while len(probe) < 264:
+        probe += probe
+    probe = probe[: min(264, engine.model.max_model_len - 1)]
+    before = engine.score([probe])[0]
+    for version in (1, 2, 3):
+        trainer.update(bench.batch(seed=version), policy_gradient)
+        engine.update_weights(trainer.export_weights())
+        assert engine.policy_version == version
+        after = engine.score([probe])[0]
+        truth = trainer_scores(trainer, probe)
+        gap = max(abs(a - b) for a, b in zip(after[1:], truth, strict=True))
+        assert gap <= 1e-4, f"sync {version}: engine and trainer differ by {gap:.1e} nats"
+    moved = max(abs(a - b) for a, b in zip(after, before, strict=True))
+    assert moved >= 1e-2, f"the weights hardly moved ({moved:.1e} nats): the law proved nothing"
+
+
+def trainer_scores(trainer: TrainerBackend, ids: list[int]) -> list[float]:
+    """The trainer's own log-probs of all tokens but the first two, as one response to a two-token prompt."""
+    from verl_adaptor.batch import collate
+    from verl_adaptor.samples import Trajectory
+
+    count = len(ids) - 2
+    trajectory = Trajectory(
+        prompt_ids=tuple(ids[:2]),
+        response_ids=tuple(ids[2:]),
+        response_mask=(1,) * count,
+        rollout_log_probs=(0.0,) * count,
+        finish_reason="length",
+    )
+    return trainer.compute_log_probs(collate([trajectory], pad_token_id=0)).log_probs[0].tolist()

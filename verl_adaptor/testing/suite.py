@@ -1,0 +1,94 @@
+"""`conformance_suite`: every law for one backend, as a test class, in one line.
+
+    from verl_adaptor.testing import conformance_suite
+
+    TestMine = conformance_suite("mine")
+
+The class is built here, law by law, so that an author can neither forget nor shadow one. Skips come from the
+BackendSpec alone: a role the backend does not play is left out; a capability declared UNSUPPORTED must raise
+`UnsupportedCapability`; NOT_IMPLEMENTED is a strict xfail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from verl_adaptor.capabilities import BackendSpec, Capability, SupportLevel
+from verl_adaptor.errors import UnsupportedCapability
+from verl_adaptor.registry import get_spec
+from verl_adaptor.testing import laws_inference, laws_training
+from verl_adaptor.testing.bench import Bench
+from verl_adaptor.testing.laws import LAWS, Law
+
+_MODULES = (laws_inference, laws_training)  # importing them fills LAWS
+
+
+def conformance_suite(
+    backend: str,
+    *,
+    family: str = "llama",
+    engine_settings: Mapping[str, Any] | None = None,
+    trainer_settings: Mapping[str, Any] | None = None,
+) -> type:
+    """A test class with one method a law.
+
+    Args:
+        backend: a registered name.
+        family: which tiny model, see `verl_adaptor.testing.models`.
+        engine_settings: given to every engine, e.g. ``{"tensor_parallel_size": 2}``.
+        trainer_settings: given to every trainer.
+    """
+    spec = get_spec(backend)
+
+    def setup_class(cls: Any) -> None:
+        cls.bench = Bench(spec, family=family, engine_settings=engine_settings, trainer_settings=trainer_settings)
+
+    def teardown_class(cls: Any) -> None:
+        cls.bench.close()
+
+    methods: dict[str, Any] = {"setup_class": classmethod(setup_class), "teardown_class": classmethod(teardown_class)}
+    for law in LAWS:
+        if set(law.roles) <= set(spec.roles):
+            methods[f"test_{law.number}_{law.name}"] = _method(law, spec)
+    return type(f"Test{spec.name.title()}Conformance", (), methods)
+
+
+def _method(law: Law, spec: BackendSpec) -> Callable[[Any], None]:
+    """The law as a test method, in the form that the declared support asks for."""
+    lacking = {needed: spec.support(needed) for needed in law.needs if not spec.support(needed)}
+    unfinished = [c for c, support in lacking.items() if support.level is SupportLevel.NOT_IMPLEMENTED]
+
+    def keeps(self: Any) -> None:
+        law.check(self.bench)
+
+    def refuses(self: Any) -> None:
+        refused = law.refused or _refusals(lacking)
+        if refused is None:
+            pytest.skip(f"{spec.name} declares {', '.join(f'{c}: {s}' for c, s in lacking.items())}")
+        with pytest.raises(UnsupportedCapability):
+            refused(self.bench)
+
+    method = refuses if lacking and not unfinished else keeps
+    method.__name__ = f"test_{law.number}_{law.name}"
+    method.__doc__ = f"{law.number}: {law.check.__doc__}"
+    if unfinished:
+        return pytest.mark.xfail(strict=True, reason=f"not implemented: {', '.join(unfinished)}")(method)
+    return method
+
+
+def _refusals(lacking: Mapping[Capability, object]) -> Callable[[Bench], Any] | None:
+    """How to ask for a capability that must be refused: trainer settings that need it."""
+    asks: dict[Capability, dict[str, Any]] = {
+        Capability.PACKING: {"packing": True},
+        Capability.TOKEN_BUDGET: {"max_tokens_per_micro_batch": 64},
+        Capability.ACTIVATION_CHECKPOINTING: {"activation_checkpointing": True},
+        Capability.BF16: {"dtype": "bfloat16"},
+        Capability.VALUE_HEAD: {"head": "value"},
+    }
+    for capability in lacking:
+        if capability in asks:
+            return lambda bench: bench.trainer(**asks[capability])
+    return None
