@@ -8,7 +8,7 @@
 #   TORCH        which torch; on a machine with a GPU the default index brings a CUDA build
 #   PIP_ARGS     more arguments for every pip install. For the smaller CPU build of torch on a machine whose default
 #                index brings CUDA: PIP_ARGS='--extra-index-url URL' with the URL of PyTorch's own CPU index
-#   CONSTRAINTS  versions of everything else (a change of TORCH needs another file, or an empty one)
+#   CONSTRAINTS  a file of versions; empty takes the newest of everything, and goes with another TORCH
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,14 +16,16 @@ PIP_ARGS ?=
 CONSTRAINTS ?= compat_matrix/envs/latest.txt
 
 BIN := .venv/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 RECIPE := recipes/digits.yaml
 RUN := runs/digits
+# The models here are tiny: a second thread costs more than it brings, and on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all clean
 
 demo: .venv/.installed-demo
+	rm -rf $(RUN)
 	$(BIN)/verl-adaptor train $(RECIPE) --output $(RUN)
 	@echo "Open $(CURDIR)/$(RUN)/report.html"
 
@@ -44,6 +46,7 @@ clean:
 # A stamp is renewed when what it was installed from changes; torch comes first, so that nothing else chooses its build.
 .venv/.torch: $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv (torch first); this takes a few minutes."
 	$(INSTALL) "$(TORCH)"
 	touch $@
 

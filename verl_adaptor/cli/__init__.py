@@ -124,8 +124,8 @@ def _doctor(as_json: Json = False) -> None:
 
 @app.command("fetch")
 def _fetch(
-    name: Annotated[str, typer.Argument(help="Which model to fetch.")],
-    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    name: Annotated[str, typer.Argument(help="Which model: smollm2.")] = "smollm2",
+    output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("models/smollm2"),
 ) -> None:
     """Write a small ready-made model as a Hugging Face folder."""
     from verl_adaptor.cli.fetch import fetch as run

@@ -72,7 +72,7 @@ def _convert(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = _tokenizer(source)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype="float32")
+    model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype="float32")
     # else save_pretrained writes (or refuses over) a quantisation that is no more
     model.is_quantized = False
     model.hf_quantizer = None

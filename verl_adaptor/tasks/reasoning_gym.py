@@ -28,14 +28,14 @@ MANAGED = ("seed", "size")
 
 
 class ReasoningGymTask:
-    """Endless fresh questions of one dataset, scored by the dataset itself.
+    r"""Endless fresh questions of one dataset, scored by the dataset itself.
 
     Args:
         name: a dataset of reasoning-gym, for example ``chain_sum``.
         instruction: put after each question, on a line of its own.
         messages: put before each question as the beginning of the conversation: a system message, worked examples.
         answer_pattern: a regular expression that finds the answer in the response: the first group (or all) of its
-            last match; without a match the answer is empty. None takes the whole response. White space around is cut.
+            last match (``([^=]+)\Z`` is what follows the last ``=``); without a match the answer is empty. None takes the whole response. White space around is cut.
         config: the dataset's own arguments, for example ``min_terms``.
 
     Raises:

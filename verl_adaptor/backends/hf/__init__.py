@@ -38,6 +38,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.BF16: FULL,
                 Capability.EXACT_RESUME: FULL,
                 Capability.SAVE_PRETRAINED: FULL,
+                Capability.DATA_PARALLEL: _ONE_PROCESS,
                 Capability.TENSOR_PARALLEL: _ONE_PROCESS,
                 Capability.PIPELINE_PARALLEL: _ONE_PROCESS,
                 Capability.SEQUENCE_PARALLEL: _ONE_PROCESS,

@@ -1,0 +1,129 @@
+"""From logits to tokens: what is sampled from, and what is reported.
+
+Reported is always the policy's own tempered log-prob (law I2). Sampled is from that distribution, cut by top-k and
+top-p, changed by penalties, bias and min_tokens, and never a padded vocabulary id. A token is the inverse of the
+cumulative distribution at a uniform number from its own request's generator, so that its neighbours do not matter
+(law I4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from verl_adaptor.protocols import SampleRequest
+
+_DRAWN_AT_ONCE = 64
+_HEAD = 1024
+"""Likeliest tokens looked at first by top-k and top-p: sorting a whole vocabulary costs more than the forward."""
+
+
+def uniforms(seed: int) -> Iterator[float]:
+    """Endless float64 numbers in [0, 1) from a generator of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.rand(_DRAWN_AT_ONCE, dtype=torch.float64, generator=generator).tolist()
+
+
+class Sampler:
+    """Samples one token for each row of a batch. Rows that ask for nothing special cost nothing special."""
+
+    def __init__(self, samples: Sequence[SampleRequest], vocabulary: int, device: torch.device) -> None:
+        """Sort out which rows need what.
+
+        Args:
+            samples: one a row.
+            vocabulary: ids from here on are padding of the embedding and never sampled (C18).
+            device: where the logits will be.
+        """
+        self._vocabulary = vocabulary
+        params = [s.params for s in samples]
+        greedy = [p.temperature == 0 for p in params]
+        temperature = [p.temperature or 1.0 for p in params]
+        cut = [row for row, p in enumerate(params) if (p.top_k or p.top_p < 1) and p.temperature]
+        self._temperature = None if set(temperature) == {1.0} else torch.tensor(temperature, device=device)[:, None]
+        self._all_greedy = all(greedy)
+        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
+        self._cut = torch.tensor(cut, device=device) if cut else None
+        self._top_k = torch.tensor([params[row].top_k or vocabulary for row in cut], device=device)[:, None]
+        self._top_p = torch.tensor([params[row].top_p for row in cut], dtype=torch.float64, device=device)[:, None]
+        self._edited = [(row, s) for row, s in enumerate(samples) if s.params.changes_distribution]
+
+    def __call__(self, logits: Tensor, numbers: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """[B, V] logits and a uniform number a row -> [B] tokens, [B] float32 log-probs."""
+        logits = logits.float()
+        policy = logits if self._temperature is None else logits / self._temperature
+        log_probs = policy.log_softmax(-1)
+        choice = self._edit(logits, log_probs) if self._edited else log_probs
+        tokens = self._draw(choice[:, : self._vocabulary], numbers)
+        return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+    def _draw(self, choice: Tensor, numbers: Sequence[float]) -> Tensor:
+        if self._all_greedy:
+            return choice.argmax(-1)
+        probs = choice.softmax(-1)
+        if self._cut is not None:
+            probs[self._cut] = cut(probs[self._cut], self._top_k, self._top_p)
+        tokens = inverse_cdf(probs, torch.tensor(numbers, dtype=torch.float64, device=probs.device))
+        return tokens if self._greedy is None else torch.where(self._greedy, choice.argmax(-1), tokens)
+
+    def _edit(self, logits: Tensor, log_probs: Tensor) -> Tensor:
+        """`log_probs`, where the rows with penalties, bias or min_tokens are replaced by what they sample from."""
+        choice = log_probs.clone()
+        for row, sample in self._edited:
+            choice[row] = edited(logits[row].clone(), sample) / (sample.params.temperature or 1.0)
+        return choice
+
+
+def inverse_cdf(probs: Tensor, numbers: Tensor) -> Tensor:
+    """[B] the first token whose cumulated probability exceeds `numbers` [B] of the row's sum; never one of probability 0.
+
+    `probs` [B, V] need not sum to 1. Sums are float64: in float32 a large vocabulary's tail would be lost.
+    """
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1]
+    below = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, below[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+
+
+def cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """[b, V] probabilities with 0 outside the k likeliest and outside their nucleus (arXiv 1904.09751).
+
+    Args:
+        probs: [b, V].
+        top_k: [b, 1]; V keeps all.
+        top_p: [b, 1]; a fraction of the mass that top-k has left.
+    """
+    vocabulary = probs.shape[-1]
+    for width in (min(_HEAD, vocabulary), vocabulary):
+        ordered, order = probs.topk(width)
+        ordered = ordered.masked_fill(torch.arange(width, device=probs.device) >= top_k, 0.0)
+        mass = ordered.cumsum(-1, dtype=torch.float64)
+        total = torch.where(top_k <= width, mass[:, -1:], probs.sum(-1, keepdim=True, dtype=torch.float64))
+        enough = torch.where(top_p < 1, top_p * total, torch.inf)
+        if width == vocabulary or bool(((top_k <= width) | (mass[:, -1:] >= enough)).all()):
+            break
+    kept = ordered.masked_fill(mass - ordered >= enough, 0.0)
+    kept[:, 0] = ordered[:, 0]  # whatever the rounding, the likeliest stays
+    return torch.zeros_like(probs).scatter(-1, order, kept)
+
+
+def edited(logits: Tensor, sample: SampleRequest) -> Tensor:
+    """[V] logits of one row, changed in place by bias, min_tokens and penalties, in this order (vLLM's)."""
+    params, device = sample.params, logits.device
+    if params.logit_bias:
+        logits[torch.tensor(list(params.logit_bias), device=device)] += torch.tensor(
+            list(params.logit_bias.values()), device=device
+        )
+    if len(sample.token_ids) < params.min_tokens and sample.stop_token_ids:
+        logits[torch.tensor(sorted(sample.stop_token_ids), device=device)] = -torch.inf
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*sample.prompt_token_ids, *sample.token_ids}), device=device)
+        old = logits[seen]
+        logits[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if sample.token_ids and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.tensor(sample.token_ids, device=device).unique(return_counts=True)
+        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    return logits
