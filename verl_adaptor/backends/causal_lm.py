@@ -128,7 +128,13 @@ def _load(
     try:
         with _rng_untouched():
             model, report = auto.from_pretrained(
-                path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+                path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                # PyTorch's fused attention ignores the soft cap of Gemma 2's attention scores, in silence
+                attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
             )
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):

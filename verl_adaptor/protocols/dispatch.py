@@ -171,6 +171,11 @@ class Dispatcher:
                 error.__cause__ = cause
                 self.fail_all(error)
 
+    def _step_until_news(self) -> None:
+        """Steps until somebody must be told something: an event loop is not woken for tokens that nobody awaits."""
+        while self.samples and not self.held and not self._outbox:
+            self._step()
+
     def _wait_held(self, since: float | None) -> float:
         """Since when a caller has waited for a held engine; after PAUSE_TIMEOUT_S all running samples fail."""
         since = since or time.monotonic()
@@ -185,6 +190,7 @@ class Dispatcher:
         with self.lock:
             if self._stepper is None:  # one thread, so that steps do not each warm up a thread pool of their own
                 self._stepper = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-engine")
+            self._drivers = {known: task for known, task in self._drivers.items() if not known.is_closed()}
             driver = self._drivers.get(loop)
             if driver is None or driver.done():
                 coroutine = self._drive(loop, self._stepper)
@@ -212,7 +218,7 @@ class Dispatcher:
                     await asyncio.sleep(PAUSE_POLL_S)
                     continue
                 held_since = None
-                await loop.run_in_executor(stepper, self._step)
+                await loop.run_in_executor(stepper, self._step_until_news)
                 woken = self.flush()
         except Exception as cause:  # nobody awaits this task: those who wait for it must hear of it
             error = EngineError(f"the engine's driver failed: {cause}")

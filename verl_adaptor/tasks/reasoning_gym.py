@@ -35,7 +35,8 @@ class ReasoningGymTask:
         instruction: put after each question, on a line of its own.
         messages: put before each question as the beginning of the conversation: a system message, worked examples.
         answer_pattern: a regular expression that finds the answer in the response: the first group (or all) of its
-            last match (``([^=]+)\Z`` is what follows the last ``=``); without a match the answer is empty. None takes the whole response. White space around is cut.
+            last match, and nothing without a match; ``([^=]+)\Z`` is what follows the last ``=``. None takes the
+            whole response. White space around the answer is cut.
         config: the dataset's own arguments, for example ``min_terms``.
 
     Raises:

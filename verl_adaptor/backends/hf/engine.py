@@ -227,21 +227,24 @@ def max_model_len(model: PreTrainedModel, config: EngineConfig, path: str) -> in
     """The longest prompt + response: the config's, else the model's own limit."""
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = config.max_model_len
-    if own is None and asked is None:
+    limits = [int(limit) for limit in (asked, own) if limit is not None]
+    if not limits:
         raise ConfigError(f"{path}: its config names no max_position_embeddings; set max_model_len.")
-    if own is not None and asked is not None and asked > own:
+    if asked is not None and asked > min(limits):
         raise ConfigError(
             f"max_model_len={asked} is over the model's max_position_embeddings={own} ({path}); set at most {own}."
         )
-    return int(asked if asked is not None else own)
+    return min(limits)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """From the generation config, else the model's config, else the tokenizer; several are possible."""
     for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
         eos: int | list[int] | None = getattr(holder, "eos_token_id", None)
+        if isinstance(eos, int):
+            return (eos,)
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
+            return tuple(eos)
     return ()
 
 
