@@ -176,12 +176,12 @@ class NoTemperature(HFTrainer):
         return super()._compute_log_probs(batch.clone().set("temperature", torch.ones(len(batch))))
 
 
-class NoPositions(HFTrainer):
-    """Positions counted from the padding (C07)."""
+class OffByOne(HFTrainer):
+    """Hands each token the log-prob of its neighbour (verl's alignment missed by one)."""
 
     def _compute_log_probs(self, batch):
-        columns = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
-        return super()._compute_log_probs(batch.clone().set("position_ids", columns))
+        found = super()._compute_log_probs(batch)
+        return found._replace(log_probs=found.log_probs.roll(1, dims=-1))
 
 
 class MaskedObservations(HFTrainer):
@@ -197,7 +197,7 @@ class MaskedObservations(HFTrainer):
 class LostOptimizerState(HFTrainer):
     def _load_checkpoint(self, folder):
         super()._load_checkpoint(folder)
-        self._optimizer.state.clear()
+        self._optimizer._adamw.state.clear()
 
 
 class LostVersion(HFTrainer):
@@ -254,10 +254,9 @@ class NaNGoesThrough(HFTrainer):
     """A NaN gradient is replaced by zeros and stepped with."""
 
     def _optimizer_step(self):
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.nan_to_num_()
+        for parameter in self._optimizer.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_()
         return super()._optimizer_step()
 
 
@@ -280,7 +279,7 @@ SABOTEURS: list[tuple[type[Any], str, str]] = [
     (AnswersAfterClose, "I9", "close_is_final"),
     (GlobalRNG, "I10", "the_process_is_left_as_found"),
     (NoTemperature, "T1", "log_probs_are_the_oracles"),
-    (NoPositions, "T1", "log_probs_are_the_oracles"),
+    (OffByOne, "T1", "log_probs_are_the_oracles"),
     (MaskedObservations, "T1", "log_probs_are_the_oracles"),
     (MeanOfEachPart, "T2", "one_update_is_the_same_update"),
     (SwallowedOptions, "T2", "one_update_is_the_same_update"),

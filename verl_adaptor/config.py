@@ -414,6 +414,9 @@ class Recipe(Config):
 
     seed: int = 0
     """Of everything: model building, data order, sampling, mini-batches."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch; None leaves its default. Small models are fastest with 1: threads that wait for each
+    other cost more than they share."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()

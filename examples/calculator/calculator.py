@@ -62,12 +62,13 @@ def calculate(operator: str, a: int, b: int) -> str:
 
 
 def score(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Half for the right operator, half for repeating the tool's answer and stopping."""
+    """Half for the right operator, a quarter for repeating the tool's answer, a quarter for stopping then."""
     rewards = []
     for t in trajectories:
         operator, _, observed, *answer = t.response_ids
         right_operator = TOKENS[operator] == t.info["operator"]
-        rewards.append(0.5 * right_operator + 0.5 * (answer == [observed, ID["<eos>"]]))
+        repeated, stopped = answer[0] == observed, answer == [observed, ID["<eos>"]]
+        rewards.append(0.5 * right_operator + 0.25 * repeated + 0.25 * stopped)
     return rewards
 
 

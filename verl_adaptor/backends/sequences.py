@@ -3,10 +3,11 @@
 Only real tokens are taken from the batch, so neither layout depends on where the batch was padded (law T1, C07):
 
     batch (P = 3 prompt columns)    padded                      packed
-    . . a | x y .                   . . a x y                   a x y b c d z
+    . . a | x y .                   . . a x y                   a x y b c d z w
     b c d | z . .                   b c d z .                   one row; a token sees the earlier tokens of its own
-                                    prompt flush right,         sequence and no other, because the 4-D mask says so and
-                                    response flush left         not because position ids are guessed from (C17)
+    . . a | w . .                   . . a w .                   sequence and no other, because the 4-D mask says so and
+                                    prompt flush right,         not because position ids are guessed from (C17). The
+                                    response flush left         prompt a is shared: w is laid down without it
 """
 
 from __future__ import annotations
@@ -90,25 +91,50 @@ def padded(batch: Mapping[str, Tensor] | TensorDict) -> Sequences:
 
 
 def packed(batch: Mapping[str, Tensor] | TensorDict, config: PreTrainedConfig) -> Sequences:
-    """All sequences end to end in one row. Without a real token there is nothing to pack: that is laid out padded."""
+    """All sequences end to end in one row; a prompt that several of them share is laid down, and computed, once.
+
+    With n samples a prompt that is most of the work saved: 8 samples of 10 tokens to a prompt of 100 are 180 tokens and
+    not 880. Without a real token there is nothing to pack: that is laid out padded.
+    """
     real, prompt_columns = _real_tokens(batch)
     if not real.any():
         return padded(batch)
-    input_ids = batch["input_ids"][real]
-    row = real.nonzero()[:, 0]
+    owner = _prompt_owners(batch, real, prompt_columns)
     is_response = real.clone()
     is_response[:, :prompt_columns] = False
-    found = is_response[real].nonzero()[:, 0]
+    own_prompt = owner == torch.arange(len(owner), device=real.device)
+    kept = is_response | (real & own_prompt[:, None])
+    row, of_response = kept.nonzero()[:, 0], is_response[kept]
+    found = of_response.nonzero()[:, 0]
+    last_of_prompt = _last_prompt_column(row, of_response, len(owner))
+    first = is_response & (is_response.cumsum(-1) == 1)
     return Sequences(
-        input_ids=input_ids[None],
-        position_ids=batch["position_ids"][real][None],
-        attention_mask=_packed_mask(row, config),
-        predictors=found - 1,
-        targets=input_ids[None, found],
+        input_ids=batch["input_ids"][kept][None],
+        position_ids=batch["position_ids"][kept][None],
+        attention_mask=_packed_mask(row, owner[row], of_response, (real.cumsum(-1) - 1)[kept], config),
+        predictors=torch.where(first[is_response], last_of_prompt[owner[row[found]]], found - 1),
+        targets=batch["input_ids"][is_response][None],
         temperature=batch["temperature"][row[found]][None],
         is_real=torch.ones(1, len(found), dtype=torch.bool, device=real.device),
         places=real[:, prompt_columns:],
     )
+
+
+def _prompt_owners(batch: Mapping[str, Tensor] | TensorDict, real: Tensor, prompt_columns: int) -> Tensor:
+    """[b] the first row with the same prompt, at the same positions."""
+    first: dict[bytes, int] = {}
+    owners = []
+    for row, there in enumerate(real[:, :prompt_columns]):
+        prompt = [batch[key][row, :prompt_columns][there] for key in ("input_ids", "position_ids")]
+        owners.append(first.setdefault(torch.cat(prompt).cpu().numpy().tobytes(), row))
+    return torch.tensor(owners, device=real.device)
+
+
+def _last_prompt_column(row: Tensor, of_response: Tensor, rows: int) -> Tensor:
+    """[rows] where each laid-down prompt ends in the packed row; 0 for rows without one of their own."""
+    ends = torch.zeros(rows, dtype=torch.long, device=row.device)
+    columns = (~of_response).nonzero()[:, 0]
+    return ends.scatter_reduce(0, row[columns], columns, "amax")
 
 
 def _real_tokens(batch: Mapping[str, Tensor] | TensorDict) -> tuple[Tensor, int]:
@@ -124,8 +150,20 @@ def _real_tokens(batch: Mapping[str, Tensor] | TensorDict) -> tuple[Tensor, int]
     return real, prompt_columns
 
 
-def _packed_mask(row: Tensor, config: PreTrainedConfig) -> AttentionMask:
-    """Block-diagonal causal masks for the kinds of attention that the layers of this model use."""
+def _packed_mask(
+    row: Tensor, owner: Tensor, of_response: Tensor, place: Tensor, config: PreTrainedConfig
+) -> AttentionMask:
+    """Causal masks, for the kinds of attention that the layers of this model use.
+
+    A token sees its own sequence and nothing of any other: the tokens of its row, and the prompt that its row shares.
+
+    Args:
+        row: [N] the batch row of each packed token.
+        owner: [N] the row whose prompt is that row's.
+        of_response: [N] bool.
+        place: [N] how many tokens of its sequence come before it.
+        config: of the model.
+    """
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
@@ -134,9 +172,9 @@ def _packed_mask(row: Tensor, config: PreTrainedConfig) -> AttentionMask:
             f"packing: a {config.model_type} has layers of kind {', '.join(sorted(kinds))}, which carry state from one "
             "sequence into the next; set packing=false."
         )
-    index = torch.arange(len(row), device=row.device)
-    behind = index[:, None] - index
-    full = (row[:, None] == row) & (behind >= 0)
+    behind = place[:, None] - place
+    together = (row[:, None] == row) | ((owner[:, None] == row) & ~of_response)
+    full = together & (behind >= 0)
     masks = {"full_attention": full, "sliding_attention": full & (behind < (window or len(row)))}
     ready = {kind: _as_attention_wants(masks[kind], config) for kind in kinds}
     return ready if len(kinds) > 1 else ready.popitem()[1]

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from verl_adaptor.backends.causal_lm import load_tokenizer, pad_token_id
@@ -35,6 +36,7 @@ from verl_adaptor.ppo.loop import PPO, train
 from verl_adaptor.ppo.reward import Reward, load_reward
 from verl_adaptor.ppo.rollout import Rollout, single_turn
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
+from verl_adaptor.samples import Prompt
 from verl_adaptor.tasks import Task, load_task
 from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
@@ -90,6 +92,7 @@ def prepared(recipe: Recipe, output: Path, *, resume: bool) -> Iterator[tuple[PP
     checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
     _check_folder(recipe, output, checkpoints, resume=resume)
     with ExitStack() as stack:
+        stack.enter_context(_threads(recipe.threads))
         tracker = stack.enter_context(
             Tracker(
                 recipe.tracking,
@@ -104,10 +107,7 @@ def prepared(recipe: Recipe, output: Path, *, resume: bool) -> Iterator[tuple[PP
             recipe.data, tokenizer, seed=recipe.seed, held_out=recipe.evaluation.prompts, task=plans.task
         )
         engine = stack.enter_context(plans.engine.create(path))
-        if not engine.model.eos_token_ids:
-            raise ModelError(
-                f"{path} names no EOS token, so that no response could end; set eos_token_id in its config."
-            )
+        _check_lengths(recipe, engine, held_out)
         run = (
             PPO(
                 config=recipe.ppo,
@@ -164,6 +164,32 @@ def run_to_end(run: PPO, recipe: Recipe, output: Path, facts: dict[str, Any]) ->
     if recipe.tracking.report:
         write_report(output)
     return summary
+
+
+def _check_lengths(recipe: Recipe, engine: InferenceEngine, held_out: Sequence[Prompt]) -> None:
+    """Responses can end, and the prompts at hand leave room for them."""
+    model = engine.model
+    if not model.eos_token_ids:
+        raise ModelError(
+            f"{engine.path} names no EOS token, so that no response could end; set eos_token_id in its config."
+        )
+    longest = max(len(prompt.token_ids) for prompt in held_out)
+    if longest + recipe.rollout.max_tokens > model.max_model_len:
+        raise ConfigError(
+            f"rollout.max_tokens={recipe.rollout.max_tokens} and a prompt of {longest} tokens are over the engine's "
+            f"max_model_len={model.max_model_len}; shorten one of them."
+        )
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """torch's CPU threads within this block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_folder(recipe: Recipe, output: Path, checkpoints: Checkpoints, *, resume: bool) -> None:

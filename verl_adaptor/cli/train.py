@@ -16,8 +16,12 @@ def train(recipe: Path, overrides: Sequence[str], *, output: Path, resume: bool)
     """Check, prepare, train. What is wrong before training ends with exit code 2, what goes wrong in it with 3."""
     sys.path.insert(0, str(Path.cwd()))  # so that package.module:name finds the user's own files, as with python -m
     checked = load_recipe(recipe, overrides)
+    from transformers.utils import logging
+
     from verl_adaptor.cli.run import prepared, run_to_end
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # ours is the one to look at
     with prepared(checked, output, resume=resume) as (run, facts), running():
         summary = run_to_end(run, checked, output, facts)
     low, high = summary["reward_gain_interval"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from verl_adaptor.batch import collate, spread_rewards
+from verl_adaptor.batch import collate, denominators, spread_rewards
 from verl_adaptor.config import EvaluationConfig, PPOConfig, RolloutConfig, TrackingConfig
 from verl_adaptor.data import PromptSource
 from verl_adaptor.ppo.advantage import compute_advantages
@@ -128,7 +128,7 @@ async def train_step(run: PPO, step: int) -> dict[str, float]:
             metrics |= {f"critic/{name}": value for name, value in mean_of(updates).items()}
     if step >= config.critic_warmup_steps:
         with clock("update_actor"):
-            updates = [run.actor.update(mini, run.policy_loss) for mini in mini_batches(batch, run, seed)]
+            updates = [update_actor(run, mini) for mini in mini_batches(batch, run, seed)]
             metrics |= {f"actor/{name}": value for name, value in mean_of(updates).items()}
         with clock("weight_sync"):
             run.engine.update_weights(run.actor.export_weights())
@@ -143,7 +143,23 @@ def mini_batches(batch: TensorDict, run: PPO, seed: int) -> Iterator[TensorDict]
     for _ in range(run.config.epochs):
         order = torch.randperm(len(batch), generator=generator) if run.config.shuffle else torch.arange(len(batch))
         for chosen in order.split(rows):
-            yield batch[chosen]
+            yield batch[
+                chosen.sort().values
+            ]  # the order within does not matter, but samples of one prompt stay together
+
+
+def update_actor(run: PPO, mini: TensorDict) -> dict[str, float]:
+    """One optimizer step on a mini-batch, whose rows without a signal are counted and not computed.
+
+    Where all advantages of a row are 0 (a group whose samples all got one reward), its gradient is 0 unless the loss has
+    an entropy or KL term. The denominators are those of the whole mini-batch, so the update is the same.
+    """
+    silent = ~mini["advantages"].any(-1)
+    if run.policy_loss.moves_every_row or not silent.any():
+        return run.actor.update(mini, run.policy_loss)
+    heard = mini[~silent] if not silent.all() else mini[:1]
+    metrics = run.actor.forward_backward(heard, run.policy_loss, denominators(mini))
+    return metrics | run.actor.optimizer_step() | {"silent_fraction": float(silent.float().mean())}
 
 
 def finished(trajectories: Sequence[Trajectory]) -> torch.Tensor:

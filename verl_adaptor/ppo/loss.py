@@ -60,6 +60,11 @@ class PolicyLoss:
             kl_estimator=config.kl.chosen_estimator,
         )
 
+    @property
+    def moves_every_row(self) -> bool:
+        """Whether a row has a gradient even where all its advantages are 0: through an entropy or a KL term."""
+        return bool(self.entropy_coef) or self.kl_coef is not None
+
     def __call__(self, outputs: Mapping[str, Tensor], batch: TensorDict) -> LossOutput:
         """Loss of each response token [b, R], and the metrics. Raises `BatchError` if a column is missing or misshapen."""
         shape = outputs["log_probs"].shape

@@ -119,10 +119,13 @@ class Bench:
         lengths = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
         return [tuple(torch.randint(8, self.sampleable, (n,), generator=generator).tolist()) for n in lengths]
 
-    def batch(self, rows: int = 6, *, seed: int = 0, temperature: float = 1.0) -> TensorDict:
-        """A training batch of unequal lengths, with observation tokens, advantages, returns, old log-probs, values."""
+    def batch(self, rows: int = 6, *, seed: int = 0, temperature: float = 1.0, shared: int = 1) -> TensorDict:
+        """A training batch of unequal lengths, with observation tokens, advantages, returns and values.
+
+        Each prompt stands in `shared` rows.
+        """
         generator = torch.Generator().manual_seed(seed)
-        prompts = self.prompts(rows, seed=seed + 1)
+        prompts = [prompt for prompt in self.prompts(rows, seed=seed + 1) for _ in range(shared)][:rows]
         responses = self.prompts(rows, seed=seed + 2, longest=9)
         trajectories = [
             Trajectory(

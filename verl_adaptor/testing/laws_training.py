@@ -52,6 +52,18 @@ def packing_leaks_nothing(bench: Bench) -> None:
     assert gap <= LOG_PROB, f"packed log-probs differ by {gap:.1e}"
 
 
+@law("T1", TRAINING, needs=(Capability.PACKING,))
+def a_shared_prompt_is_the_same_prompt(bench: Bench) -> None:
+    """Samples of one prompt, packed together, have the log-probs, and give the update, that they have apart."""
+    batch = bench.batch(8, shared=3)
+    mask = response_tokens(batch)
+    with bench.trainer(packing=True) as together, bench.trainer(micro_batch_size=1) as apart:
+        gap = (together.compute_log_probs(batch).log_probs - apart.compute_log_probs(batch).log_probs)[mask]
+        assert float(gap.abs().max()) <= LOG_PROB, f"log-probs differ by {float(gap.abs().max()):.1e}"
+        runs = [run(trainer, bench, batch=batch) for trainer in (together, apart)]
+    assert_same_run(runs[0], runs[1], "shared prompts")
+
+
 @law("T2", TRAINING)
 def one_update_is_the_same_update(bench: Bench) -> None:
     """Micro-batch size and row order change nothing over five steps (C06, C20)."""
@@ -329,9 +341,16 @@ class Run:
         self.losses, self.grad_norms, self.weights = losses, grad_norms, weights
 
 
-def run(trainer: TrainerBackend, bench: Bench, *, steps: int = STEPS, reverse: bool = False) -> Run:
+def run(
+    trainer: TrainerBackend,
+    bench: Bench,
+    *,
+    steps: int = STEPS,
+    reverse: bool = False,
+    batch: TensorDict | None = None,
+) -> Run:
     """A few updates on one batch of unequal lengths."""
-    batch = bench.batch()
+    batch = bench.batch() if batch is None else batch
     if reverse:
         batch = batch[torch.arange(len(batch) - 1, -1, -1)]
     results = [trainer.update(batch, policy_gradient) for _ in range(steps)]

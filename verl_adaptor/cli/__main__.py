@@ -1,0 +1,5 @@
+"""``python -m verl_adaptor.cli`` is ``verl-adaptor``."""
+
+from verl_adaptor.cli import main
+
+main()
