@@ -194,9 +194,9 @@ def test_the_calculator_learns_two_turns(tmp_path: Path) -> None:
     """C26: observation tokens neither earn nor block; the first turn is paid for what the second one achieved."""
     folder = ROOT / "examples" / "calculator"
     done = subprocess.run(
-        [*COMMAND, "train", "calculator.yaml", "ppo.total_steps=60", "--output", str(tmp_path / "run")],
+        [*COMMAND, "train", "calculator.yaml", "--output", str(tmp_path / "run")],
         env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["reward_before"] < 0.2 and summary["reward_after"] > 0.6, summary
+    assert summary["reward_before"] < 0.7 and summary["reward_after"] > 0.85, summary

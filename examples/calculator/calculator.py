@@ -62,18 +62,17 @@ def calculate(operator: str, a: int, b: int) -> str:
 
 
 def score(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Half for the right operator, a quarter for repeating the tool's answer, a quarter for stopping then."""
+    """Half for the right operator, half for repeating what the tool said and stopping."""
     rewards = []
     for t in trajectories:
         operator, _, observed, *answer = t.response_ids
         right_operator = TOKENS[operator] == t.info["operator"]
-        repeated, stopped = answer[0] == observed, answer == [observed, ID["<eos>"]]
-        rewards.append(0.5 * right_operator + 0.25 * repeated + 0.25 * stopped)
+        rewards.append(0.5 * right_operator + 0.5 * (answer == [observed, ID["<eos>"]]))
     return rewards
 
 
-def build_model(folder: Path, seed: int) -> dict[str, Any]:
-    """A random 0.1 M-parameter Llama with this vocabulary."""
+def build_model(folder: Path, seed: int, *, imitation_steps: int = 150) -> dict[str, Any]:
+    """A 0.1 M-parameter Llama with this vocabulary that has seen the form of a dialogue, but guesses the operator."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -97,5 +96,23 @@ def build_model(folder: Path, seed: int) -> dict[str, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step in range(imitation_steps):
+            rows = torch.tensor(careless_dialogues(64, seed * imitation_steps + step))
+            model(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     model.save_pretrained(folder)
     return {"parameters": model.num_parameters()}
+
+
+def careless_dialogues(count: int, seed: int) -> list[list[int]]:
+    """Dialogues of someone who picks the operator by chance and misreads the tool in one case of three."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        word, operator = rng.choice(list(OPERATIONS)), rng.choice("+*")
+        a, b, observed, slip = (str(rng.randrange(10)) for _ in range(4))
+        answer = slip if rng.random() < 1 / 3 else observed
+        rows.append([ID[token] for token in ("<bos>", word, a, b, operator, "=", observed, answer, "<eos>")])
+    return rows
