@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from verl_adaptor.capabilities import FULL, BackendSpec, Capability, unsupported
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
 from verl_adaptor.hookspecs import hookimpl
 
 _ONE_PROCESS = unsupported("one process holds the whole model")
+_NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
 
 
 @hookimpl
@@ -38,6 +39,10 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.BF16: FULL,
                 Capability.EXACT_RESUME: FULL,
                 Capability.SAVE_PRETRAINED: FULL,
+                Capability.OFFLOAD: _NOT_YET,
+                Capability.LORA: _NOT_YET,
+                Capability.REFERENCE: _NOT_YET,
+                Capability.ROLLOUT_ENGINE: _NOT_YET,
                 Capability.DATA_PARALLEL: _ONE_PROCESS,
                 Capability.TENSOR_PARALLEL: _ONE_PROCESS,
                 Capability.PIPELINE_PARALLEL: _ONE_PROCESS,
