@@ -1,0 +1,160 @@
+"""A whole run: the sections of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from verl_adaptor.config.base import Config, ObjectPath, PositiveInt
+from verl_adaptor.config.ppo import PPOConfig, RolloutConfig
+from verl_adaptor.errors import ConfigError
+
+
+class ModelConfig(Config):
+    """Which model to train."""
+
+    path: str | None = None
+    """A Hugging Face model folder (or hub id) with tokenizer."""
+    build: ObjectPath | None = None
+    """A function ``(folder, seed, **build_args) -> dict`` that makes such a folder on the spot; excludes path."""
+    build_args: dict[str, Any] = {}
+    """Keyword arguments of the build function."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.build is None):
+            raise ConfigError("give exactly one of path (a model folder) and build (a function that makes one).")
+        return self
+
+
+class DataConfig(Config):
+    """Where prompts come from. Exactly one of path, task and generator."""
+
+    path: Path | None = None
+    """A ``.jsonl`` or ``.parquet`` file, or a folder written by `datasets.save_to_disk`."""
+    task: str | None = None
+    """A task with its own scorer: ``digits``, ``reasoning_gym:NAME``, or ``package.module:factory``."""
+    generator: ObjectPath | None = None
+    """A function that returns an iterable of records."""
+    args: dict[str, Any] = {}
+    """Arguments of the task or the generator."""
+    prompt_key: str = "prompt"
+    """The record's field with the prompt: text, a list of chat messages, or token ids."""
+    system_prompt: str | None = None
+    """Put before a text prompt as a system message; needs a chat template."""
+    chat_template: bool | None = None
+    """Wrap text prompts as one user message. None: where the tokenizer has a template."""
+    shuffle_buffer: Annotated[int, Field(ge=0)] = 1024
+    """Records held for shuffling; 0 keeps the source's order."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, in tokens, after the chat template."""
+    overlong: Literal["error", "drop"] = "error"
+    """A longer prompt is an error, or dropped and counted."""
+    eval_path: Path | None = None
+    """Held-out records in the same format. A task brings its own."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        given = [name for name in ("path", "task", "generator") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"give exactly one of path, task and generator; given: {', '.join(given) or 'none'}.")
+        return self
+
+
+class RewardConfig(Config):
+    """Who scores responses. All None: the task's own scorer."""
+
+    function: ObjectPath | None = None
+    """``(trajectories) -> list[float]``, sync or async; may also return one float list a trajectory (dense)."""
+    model: str | None = None
+    """Folder of a sequence-classification model with one label."""
+    model_batch_size: PositiveInt = 16
+    """Responses that the reward model scores in one forward."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RewardConfig:
+        if self.function and self.model:
+            raise ConfigError("function and model exclude each other; set one to null.")
+        return self
+
+
+class EvaluationConfig(Config):
+    """Held-out prompts, before and after training and in between."""
+
+    prompts: PositiveInt = 200
+    """Held-out prompts."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0: before and after only."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 is greedy."""
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Completions kept for the report, before and after."""
+
+
+class CheckpointConfig(Config):
+    """When to save, and how much to keep."""
+
+    every: Annotated[int, Field(ge=0)] = 50
+    """Steps between checkpoints; 0: only at the end and when interrupted."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+
+
+class TrackingConfig(Config):
+    """Where metrics go besides ``metrics.jsonl``, which is always written."""
+
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Any of tensorboard, wandb and mlflow."""
+    project: str = "verl-adaptor"
+    """Project or experiment name of the sinks that have one."""
+    report: bool = True
+    """Write ``report.html`` at the end."""
+    mismatch_warn: Annotated[float, Field(gt=0)] = 0.05
+    """Warn above this mean |log p_trainer - log p_engine| a token, in nats."""
+    mismatch_stop: Annotated[float, Field(gt=0)] = 1.0
+    """Stop above this: the engine does not serve the policy that is trained (C04, C34)."""
+
+
+class Recipe(Config):
+    """A whole run: what ``verl-adaptor train`` reads from YAML.
+
+    `engine`, `trainer`, `critic` and `reference` hold ``backend`` and that backend's settings; the factory checks them,
+    because which keys exist depends on the backend. `critic` and `reference` inherit from `trainer` what they leave out.
+    """
+
+    seed: int = 0
+    """Of everything: model building, data order, sampling, mini-batches."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch; None leaves its default. Small models are fastest with 1: threads that wait for each
+    other cost more than they share."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: dict[str, Any] = {"backend": "hf"}
+    trainer: dict[str, Any] = {"backend": "hf"}
+    critic: dict[str, Any] | None = None
+    reference: dict[str, Any] = {}
+    reward: RewardConfig = RewardConfig()
+    ppo: PPOConfig = PPOConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        problems = []
+        if self.ppo.advantage == "gae" and self.critic is None:
+            problems.append("ppo.advantage: 'gae' needs a critic section; write 'critic: {}' to take the trainer's.")
+        if self.ppo.advantage != "gae" and self.critic is not None:
+            problems.append(f"critic: ppo.advantage={self.ppo.advantage!r} uses no critic; delete the section.")
+        if self.ppo.advantage in ("grpo", "rloo") and self.rollout.n < 2:
+            problems.append(
+                f"rollout.n={self.rollout.n}: {self.ppo.advantage} compares samples of one prompt; use n >= 2."
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return self
