@@ -37,6 +37,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_reward.py").write_text(
         "def score(trajectories):\n    return [sum(t.response_ids) % 7 / 7 for t in trajectories]\n"
         "def nan(trajectories):\n    return [float('nan') for t in trajectories]\n"
+        "def hang(trajectories):\n    import time\n    time.sleep(20)\n"
         "def short(trajectories):\n    return [0.0]\n"
     )
     tree = {
@@ -167,6 +168,11 @@ BAD: list[tuple[Sequence[str], int, str]] = [
     (["data.max_prompt_tokens=3"], 2, "max_prompt_tokens"),
     (["reward.function=my_reward:scor"], 2, "score"),
     (["rollout.max_tokens=100000"], 2, "max_model_len"),
+    (["rollout.max_tokens=505"], 2, "max_prompt_tokens"),
+    (["evaluation.prompts=40"], 2, "held"),
+    (["data.args.x=1"], 2, "nobody reads"),
+    (["trainer.head=value"], 2, "trainer.head"),
+    (["reward.function=my_reward:hang", "reward.timeout_s=0.2"], 3, "timeout_s"),
     (["reward.function=my_reward:nan"], 3, "nan"),
     (["reward.function=my_reward:short"], 3, "my_reward"),
     (["trainer.tensor_parallel_size=2"], 2, "tensor_parallel"),

@@ -200,6 +200,14 @@ class LostOptimizerState(HFTrainer):
         self._optimizer._adamw.state.clear()
 
 
+class RestartedSchedule(HFTrainer):
+    """Resumes with the learning rate of step 0 (C10)."""
+
+    def _load_checkpoint(self, folder):
+        super()._load_checkpoint(folder)
+        self._optimizer.steps = 0
+
+
 class LostVersion(HFTrainer):
     def _load_checkpoint(self, folder):
         super()._load_checkpoint(folder)
@@ -287,6 +295,7 @@ SABOTEURS: list[tuple[type[Any], str, str]] = [
     (RoundedExport, "T4", "exported_is_what_was_loaded"),
     (FrozenVersion, "T4", "versions_advance_with_the_weights"),
     (LostOptimizerState, "T5", "resume_is_exact"),
+    (RestartedSchedule, "T5", "resume_is_exact"),
     (LostVersion, "T5", "resume_is_exact"),
     (LoadsAnything, "T5", "a_half_written_checkpoint_is_refused"),
     (NaNGoesThrough, "T7", "a_nan_never_reaches_the_weights"),

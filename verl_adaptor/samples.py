@@ -71,6 +71,7 @@ class SamplingParams:
         require(self.n >= 1, "n", "at least 1")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens={self.max_tokens}")
         require(self.repetition_penalty > 0, "repetition_penalty", "above 0 (1 switches it off)")
+        require(not any(math.isnan(v) for v in self.logit_bias.values()), "logit_bias", "numbers, not NaN")
         require(math.isfinite(self.presence_penalty), "presence_penalty", "finite")
         require(math.isfinite(self.frequency_penalty), "frequency_penalty", "finite")
 

@@ -13,7 +13,7 @@ from verl_adaptor.errors import ConfigError, nearest
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package, found by their bare name."""
-MAY_CHANGE = ("tracking", "checkpoint", "ppo.total_steps", "evaluation.every")
+MAY_CHANGE = ("tracking", "checkpoint", "evaluation.every")
 """What may differ between a run and its resumption: the numbers of the steps do not depend on it."""
 
 

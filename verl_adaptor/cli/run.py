@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,6 @@ from verl_adaptor.ppo.loop import PPO, train
 from verl_adaptor.ppo.reward import Reward, load_reward
 from verl_adaptor.ppo.rollout import Rollout, single_turn
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
-from verl_adaptor.samples import Prompt
 from verl_adaptor.tasks import Task, load_task
 from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
@@ -59,10 +58,11 @@ class Plans:
 
 def plan(recipe: Recipe) -> Plans:
     """Check every section against its backend. Raises what `resolve_engine` and `resolve_trainer` raise."""
-    path, actor = recipe.model.path, {"seed": recipe.seed, "total_steps": recipe.ppo.optimizer_steps, **recipe.trainer}
+    path, steps = recipe.model.path, recipe.ppo.optimizer_steps
+    of_actor = steps - steps // recipe.ppo.total_steps * min(recipe.ppo.critic_warmup_steps, recipe.ppo.total_steps)
 
-    def trainer(**settings: Any) -> TrainerPlan:
-        return resolve_trainer(path, **{**actor, **settings})
+    def trainer(total_steps: int = steps, **settings: Any) -> TrainerPlan:
+        return resolve_trainer(path, **{"seed": recipe.seed, "total_steps": total_steps, **recipe.trainer, **settings})
 
     task = load_task(recipe.data.task, recipe.data.args) if recipe.data.task else None
     rollout: Rollout = single_turn
@@ -70,7 +70,7 @@ def plan(recipe: Recipe) -> Plans:
         rollout = load_callable(recipe.rollout.function, key="rollout.function")
     return Plans(
         engine=resolve_engine(path, **{"seed": recipe.seed, **recipe.engine}),
-        actor=trainer(),
+        actor=trainer(max(1, of_actor)),
         critic=None if recipe.critic is None else trainer(**{**recipe.critic, "head": "value"}),
         reference=None
         if recipe.ppo.kl.where == "none"
@@ -103,11 +103,17 @@ def prepared(recipe: Recipe, output: Path, *, resume: bool) -> Iterator[tuple[PP
         )
         path, facts = _model(recipe, output, resume=resume)
         tokenizer = load_tokenizer(path)
-        prompts, held_out = open_prompts(
-            recipe.data, tokenizer, seed=recipe.seed, held_out=recipe.evaluation.prompts, task=plans.task
-        )
         engine = stack.enter_context(plans.engine.create(path))
-        _check_lengths(recipe, engine, held_out)
+        prompts, held_out = open_prompts(
+            recipe.data.replace(max_prompt_tokens=_room_for_prompts(recipe, engine)),
+            tokenizer,
+            seed=recipe.seed,
+            held_out=recipe.evaluation.prompts,
+            task=plans.task,
+        )
+        start = prompts.state_dict()
+        next(prompts)  # there is one to train on, beside the held-out ones
+        prompts.load_state_dict(start)
         run = (
             PPO(
                 config=recipe.ppo,
@@ -166,19 +172,19 @@ def run_to_end(run: PPO, recipe: Recipe, output: Path, facts: dict[str, Any]) ->
     return summary
 
 
-def _check_lengths(recipe: Recipe, engine: InferenceEngine, held_out: Sequence[Prompt]) -> None:
-    """Responses can end, and the prompts at hand leave room for them."""
-    model = engine.model
-    if not model.eos_token_ids:
+def _room_for_prompts(recipe: Recipe, engine: InferenceEngine) -> int:
+    """Most tokens in a prompt, so that a whole response fits behind it."""
+    if not engine.model.eos_token_ids:
         raise ModelError(
             f"{engine.path} names no EOS token, so that no response could end; set eos_token_id in its config."
         )
-    longest = max(len(prompt.token_ids) for prompt in held_out)
-    if longest + recipe.rollout.max_tokens > model.max_model_len:
+    room = engine.model.max_model_len - recipe.rollout.max_tokens
+    if room < 1:
         raise ConfigError(
-            f"rollout.max_tokens={recipe.rollout.max_tokens} and a prompt of {longest} tokens are over the engine's "
-            f"max_model_len={model.max_model_len}; shorten one of them."
+            f"rollout.max_tokens={recipe.rollout.max_tokens} leaves no room for a prompt within the engine's "
+            f"max_model_len={engine.model.max_model_len}; lower it."
         )
+    return min(recipe.data.max_prompt_tokens, room)
 
 
 @contextmanager

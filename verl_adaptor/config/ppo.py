@@ -114,5 +114,7 @@ class RolloutConfig(Config):
     """Sample among the k likeliest tokens; 0 keeps all."""
     n: PositiveInt = 1
     """Samples of each prompt: the group of GRPO and RLOO."""
+    timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Longest that all rollouts of one step may take together, in seconds."""
     function: ObjectPath | None = None
     """``async def rollout(engine, prompt, params) -> Trajectory`` of your own; None is the single-turn one."""

@@ -60,6 +60,10 @@ class DataConfig(Config):
         given = [name for name in ("path", "task", "generator") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"give exactly one of path, task and generator; given: {', '.join(given) or 'none'}.")
+        if self.path is not None and self.args:
+            raise ConfigError(f"args={self.args!r} are for a task or a generator; with path nobody reads them.")
+        if self.task is not None and self.eval_path is not None:
+            raise ConfigError(f"eval_path={str(self.eval_path)!r}: a task brings its own held-out records; delete it.")
         return self
 
 
@@ -72,6 +76,8 @@ class RewardConfig(Config):
     """Folder of a sequence-classification model with one label."""
     model_batch_size: PositiveInt = 16
     """Responses that the reward model scores in one forward."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest that the function may take for the samples of one step, in seconds."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
@@ -151,6 +157,13 @@ class Recipe(Config):
             problems.append("ppo.advantage: 'gae' needs a critic section; write 'critic: {}' to take the trainer's.")
         if self.ppo.advantage != "gae" and self.critic is not None:
             problems.append(f"critic: ppo.advantage={self.ppo.advantage!r} uses no critic; delete the section.")
+        if self.critic is None and self.ppo.critic_warmup_steps:
+            problems.append(f"ppo.critic_warmup_steps={self.ppo.critic_warmup_steps}: there is no critic to warm up.")
+        if self.ppo.kl.where == "none" and self.reference:
+            problems.append(f"reference: ppo.kl.where='none' uses no reference; delete {', '.join(self.reference)}.")
+        for section, settings in (("trainer", self.trainer), ("critic", self.critic), ("reference", self.reference)):
+            fixed = sorted({"head", "trainable"} & (settings or {}).keys())
+            problems += [f"{section}.{key}: the section decides it; delete the key." for key in fixed]
         if self.ppo.advantage in ("grpo", "rloo") and self.rollout.n < 2:
             problems.append(
                 f"rollout.n={self.rollout.n}: {self.ppo.advantage} compares samples of one prompt; use n >= 2."

@@ -47,10 +47,11 @@ async def evaluate(
     config: EvaluationConfig,
     *,
     seed: int,
+    timeout_s: float,
 ) -> Evaluation:
     """One response to each prompt, always with the same seeds, so that two evaluations differ by the policy alone."""
     params = params.replace(temperature=config.temperature, top_p=1.0, top_k=0)
-    trajectories = await rollout_all(rollout, engine, prompts, params, n=1, seed=seed)
+    trajectories = await rollout_all(rollout, engine, prompts, params, n=1, seed=seed, timeout_s=timeout_s)
     rewards = [float(sum(r) if isinstance(r, Sequence) else r) for r in await reward.score(trajectories)]
     samples = tuple(
         {"prompt": str(t.info.get("prompt_text", "")), "response": t.text, "reward": r}

@@ -94,7 +94,13 @@ async def train_step(run: PPO, step: int) -> dict[str, float]:
     with clock("rollout"):
         prompts = [next(run.prompts) for _ in range(config.train_batch_size)]
         trajectories = await rollout_all(
-            run.rollout, run.engine, prompts, run.params, n=run.rollout_config.n, seed=seed
+            run.rollout,
+            run.engine,
+            prompts,
+            run.params,
+            n=run.rollout_config.n,
+            seed=seed,
+            timeout_s=run.rollout_config.timeout_s,
         )
     with clock("reward"):
         rewards = await run.reward.score(trajectories)
@@ -129,7 +135,7 @@ async def train_step(run: PPO, step: int) -> dict[str, float]:
     if step >= config.critic_warmup_steps:
         with clock("update_actor"):
             updates = [update_actor(run, mini) for mini in mini_batches(batch, run, seed)]
-            metrics |= {f"actor/{name}": value for name, value in mean_of(updates).items()}
+            metrics = {f"actor/{name}": value for name, value in mean_of(updates).items()} | metrics
         with clock("weight_sync"):
             run.engine.update_weights(run.actor.export_weights())
 
@@ -177,7 +183,9 @@ def punish_truncated(batch: TensorDict, trajectories: Sequence[Trajectory], pena
 async def greedy_baselines(run: PPO, prompts: Sequence[Prompt]) -> torch.Tensor:
     """[B] reward of the greedy response to each sample's prompt: ReMax's baseline (arXiv 2310.10505)."""
     greedy = run.params.replace(temperature=0.0, top_p=1.0, top_k=0)
-    trajectories = await rollout_all(run.rollout, run.engine, prompts, greedy, n=1, seed=0)
+    trajectories = await rollout_all(
+        run.rollout, run.engine, prompts, greedy, n=1, seed=0, timeout_s=run.rollout_config.timeout_s
+    )
     totals = [sum(r) if isinstance(r, Sequence) else r for r in await run.reward.score(trajectories)]
     return torch.tensor(totals, dtype=torch.float32).repeat_interleave(run.rollout_config.n)
 
@@ -185,7 +193,14 @@ async def greedy_baselines(run: PPO, prompts: Sequence[Prompt]) -> torch.Tensor:
 async def evaluate_at(run: PPO, step: int) -> float:
     """Mean held-out reward now; kept in `run.evaluations`, some completions in the tracker."""
     evaluation = await evaluate(
-        run.rollout, run.engine, run.held_out, run.reward, run.params, run.evaluation_config, seed=run.seed
+        run.rollout,
+        run.engine,
+        run.held_out,
+        run.reward,
+        run.params,
+        run.evaluation_config,
+        seed=run.seed,
+        timeout_s=run.rollout_config.timeout_s,
     )
     run.evaluations[step] = evaluation
     if step in (0, run.config.total_steps):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import numbers
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,8 +54,10 @@ class RewardFunction:
         args: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         self.function = function
+        self.timeout_s = timeout_s
         self.args = dict(args or {})
         self.name = name or str(getattr(function, "__qualname__", repr(function)))
         check_arguments(function, self.args, key="reward.args", positional=1)
@@ -61,8 +65,14 @@ class RewardFunction:
     async def score(self, trajectories: Sequence[Trajectory]) -> Scores:
         """The function's rewards, checked."""
         try:
-            answer = await self._call(trajectories)
+            async with asyncio.timeout(self.timeout_s) as timer:
+                answer = await self._call(trajectories)
         except Exception as error:
+            if timer.expired():
+                raise RewardError(
+                    f"reward function {self.name} has not answered within {self.timeout_s:.0f} s for {len(trajectories)} "
+                    "trajectories; make it faster, or raise reward.timeout_s."
+                ) from error
             raise RewardError(f"reward function {self.name} raised {type(error).__name__}: {error}") from error
         return check_scores(answer, trajectories, self.name)
 
@@ -70,8 +80,30 @@ class RewardFunction:
         call = getattr(self.function, "__call__", None)  # noqa: B004  an object with an async __call__ is async too
         if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call):
             return await self.function(trajectories, **self.args)
-        answer: Any = await asyncio.to_thread(self.function, trajectories, **self.args)
+        answer: Any = await _in_daemon_thread(lambda: self.function(trajectories, **self.args))
         return await answer if isinstance(answer, Awaitable) else answer
+
+
+async def _in_daemon_thread(function: Callable[[], Any]) -> Any:
+    """As `asyncio.to_thread`, but a function that never returns cannot keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not answered.done():
+            answered.set_exception(error) if error else answered.set_result(result)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await answered
 
 
 def check_scores(answer: Any, trajectories: Sequence[Trajectory], name: str) -> Scores:
@@ -128,7 +160,12 @@ def load_reward(config: RewardConfig, task: Task | None) -> Reward:
         ModelError: the reward model cannot be used.
     """
     if config.function is not None:
-        return RewardFunction(load_callable(config.function, key="reward.function"), config.args, name=config.function)
+        return RewardFunction(
+            load_callable(config.function, key="reward.function"),
+            config.args,
+            name=config.function,
+            timeout_s=config.timeout_s,
+        )
     if config.args:
         raise ConfigError(f"reward.args={config.args} are for reward.function, which is not set; delete them.")
     if config.model is not None:
@@ -136,7 +173,7 @@ def load_reward(config: RewardConfig, task: Task | None) -> Reward:
 
         return SequenceClassificationReward(config.model, batch_size=config.model_batch_size)
     if task is not None:
-        return RewardFunction(task.score, name=f"{type(task).__name__}.score")
+        return RewardFunction(task.score, name=f"{type(task).__name__}.score", timeout_s=config.timeout_s)
     raise ConfigError(
         "nothing scores the responses: set reward.function ('module:function'), reward.model, or a data.task that has a scorer."
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from verl_adaptor.config import RolloutConfig
-from verl_adaptor.errors import ConfigError, VerlAdaptorError
+from verl_adaptor.errors import ConfigError, EngineError, VerlAdaptorError
 from verl_adaptor.protocols.engine import InferenceEngine
 from verl_adaptor.protocols.requests import mix_seed
 from verl_adaptor.samples import Prompt, SamplingParams, Trajectory
@@ -40,6 +41,7 @@ async def rollout_all(
     *,
     n: int,
     seed: int,
+    timeout_s: float,
 ) -> list[Trajectory]:
     """n trajectories of each prompt, consecutive, in input order.
 
@@ -55,24 +57,44 @@ async def rollout_all(
             "policy's. Leave them out of training rollouts; evaluation may use them."
         )
     seeds = [mix_seed(mix_seed(seed, place), sample) for place in range(len(prompts)) for sample in range(n)]
-    repeated = [prompt for prompt in prompts for _ in range(n)]
+    grouped = [p if p.group_id else replace(p, group_id=f"place:{place}") for place, p in enumerate(prompts)]
+    repeated = [prompt for prompt in grouped for _ in range(n)]
     try:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(_checked(rollout, engine, prompt, params.replace(seed=its)))
                 for prompt, its in zip(repeated, seeds, strict=True)
             ]
-    except* Exception as failures:
+    except TimeoutError as error:
+        unfinished = sum(not task.done() or task.cancelled() for task in tasks)
+        raise EngineError(
+            f"{unfinished} of {len(tasks)} rollouts were not finished within {timeout_s:.0f} s; look for a tool that hangs, or "
+            "raise rollout.timeout_s."
+        ) from error
+    except ExceptionGroup as failures:
         raise _first(failures) from None
     return [task.result() for task in tasks]
 
 
 async def _checked(rollout: Rollout, engine: InferenceEngine, prompt: Prompt, params: SamplingParams) -> Trajectory:
     trajectory = await rollout(engine, prompt, params)
+    name = getattr(rollout, "__qualname__", repr(rollout))
     if not isinstance(trajectory, Trajectory):
-        name = getattr(rollout, "__qualname__", repr(rollout))
         raise ConfigError(f"rollout {name} returned {type(trajectory).__name__}; it must return one Trajectory.")
-    return trajectory
+    sampled_at = params.temperature or 1.0
+    if trajectory.temperature != sampled_at:
+        raise ConfigError(
+            f"rollout {name} returned a trajectory with temperature={trajectory.temperature}, sampled at {sampled_at}: its "
+            "log-probs would mean something else to the trainer; give Trajectory(temperature=params.temperature)."
+        )
+    if trajectory.group_id not in ("", prompt.group_id):
+        raise ConfigError(
+            f"rollout {name} returned group_id={trajectory.group_id!r} for a prompt of group {prompt.group_id!r}; samples "
+            "of one prompt are compared by it: give Trajectory(group_id=prompt.group_id)."
+        )
+    if not any(trajectory.response_mask):
+        raise ConfigError(f"rollout {name} returned a trajectory without a sampled token; response_mask is all 0.")
+    return trajectory if trajectory.group_id else replace(trajectory, group_id=prompt.group_id)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -171,7 +171,7 @@ def versions_advance_with_the_weights(bench: Bench) -> None:
 @law("T5", TRAINING, needs=(Capability.EXACT_RESUME,))
 def resume_is_exact(bench: Bench) -> None:
     """N + M steps equal N, save, load, M, bit for bit (C10)."""
-    settings: dict[str, Any] = {}
+    settings = {**OPTIONS, "lr_schedule": "linear", "lr_warmup_steps": 1, "total_steps": 8}
     folder = bench.folder / f"checkpoint-{len(list(bench.folder.iterdir()))}"
     with bench.trainer(**settings) as trainer:
         run(trainer, bench, steps=2)
@@ -183,6 +183,8 @@ def resume_is_exact(bench: Bench) -> None:
         assert trainer.policy_version == 1, "the policy version was not resumed"
         resumed = run(trainer, bench, steps=3)
     assert straight.losses == resumed.losses and straight.grad_norms == resumed.grad_norms
+    assert straight.learning_rates == resumed.learning_rates, "the learning-rate schedule was not resumed"
+    assert len(set(straight.learning_rates)) == 3, "the schedule stands still: the law would not see it restart"
     for name, tensor in straight.weights.items():
         assert torch.equal(tensor, resumed.weights[name]), f"{name} differs after resume"
 
@@ -296,8 +298,11 @@ def a_closed_trainer_refuses(bench: Bench) -> None:
 class Run:
     """What a few updates gave."""
 
-    def __init__(self, losses: list[float], grad_norms: list[float], weights: dict[str, torch.Tensor]) -> None:
-        self.losses, self.grad_norms, self.weights = losses, grad_norms, weights
+    def __init__(self, results: list[dict[str, float]], weights: dict[str, torch.Tensor]) -> None:
+        self.losses = [r["loss"] for r in results]
+        self.grad_norms = [r["grad_norm"] for r in results]
+        self.learning_rates = [r["learning_rate"] for r in results]
+        self.weights = weights
 
 
 def run(
@@ -313,7 +318,7 @@ def run(
     if reverse:
         batch = batch[torch.arange(len(batch) - 1, -1, -1)]
     results = [trainer.update(batch, policy_gradient) for _ in range(steps)]
-    return Run([r["loss"] for r in results], [r["grad_norm"] for r in results], weights(trainer))
+    return Run(results, weights(trainer))
 
 
 def assert_same_run(got: Run, expected: Run, what: str) -> None:

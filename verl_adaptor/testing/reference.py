@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer, named_tensors
+from verl_adaptor.backends.optimizer import schedule_factor
 from verl_adaptor.batch import aggregate
 from verl_adaptor.capabilities import FULL, BackendSpec, Capability
 from verl_adaptor.config import Config, EngineConfig, TrainerConfig
@@ -154,6 +155,7 @@ class ReferenceTrainer(TrainerBackend):
             with torch.random.fork_rng():
                 torch.manual_seed(config.seed)
                 self._head = nn.Linear(self._network.config.hidden_size, 1)
+        self._steps = 0
         self._parameters = [*self._network.parameters(), *(self._head.parameters() if self._head else ())]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -212,13 +214,17 @@ class ReferenceTrainer(TrainerBackend):
         limit = self.config.max_grad_norm or float("inf")
         norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
         finite = norm < float("inf")  # False for a NaN too
+        learning_rate = self.config.learning_rate * schedule_factor(self._steps, self.config)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
         if finite:
             self._optimizer.step()
+            self._steps += 1
         elif self.config.non_finite == "raise":
             self._optimizer.zero_grad()
             raise NonFiniteGradient(f"the gradient norm is {norm}; the weights were not touched.")
         self._optimizer.zero_grad()
-        return {"grad_norm": norm, "learning_rate": self.config.learning_rate, "skipped": float(not finite)}
+        return {"grad_norm": norm, "learning_rate": learning_rate, "skipped": float(not finite)}
 
     def _export_weights(self) -> WeightUpdate:
         tensors, tied = named_tensors(self._network)
@@ -239,7 +245,9 @@ class ReferenceTrainer(TrainerBackend):
         head = self._head.state_dict() if self._head else {}
         state = {"model": self._network.state_dict(), "head": head, "optimizer": self._optimizer.state_dict()}
         torch.save(state, partial / "state.pt")
-        (partial / "manifest.json").write_text(json.dumps({"version": self._version, "changed": self._changed}))
+        (partial / "manifest.json").write_text(
+            json.dumps({"version": self._version, "changed": self._changed, "steps": self._steps})
+        )
         partial.rename(folder)
 
     def _load_checkpoint(self, folder: Path) -> None:
@@ -252,7 +260,7 @@ class ReferenceTrainer(TrainerBackend):
         if self._head is not None:
             self._head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._version, self._changed = manifest["version"], manifest["changed"]
+        self._version, self._changed, self._steps = manifest["version"], manifest["changed"], manifest["steps"]
 
     def save_pretrained(self, folder: Path) -> None:
         """The model and its tokenizer."""
