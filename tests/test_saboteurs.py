@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,17 @@ class AnswersAfterClose(HFEngine):
         pass
 
 
+class LeakedProcess(HFEngine):
+    """Starts a helper process and forgets it."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        LEAKED.append(subprocess.Popen(["sleep", "60"]))
+
+
+LEAKED: list[subprocess.Popen[bytes]] = []
+
+
 # -- trainers ----------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +297,7 @@ SABOTEURS: list[tuple[type[Any], str, str]] = [
     (DeafToAbort, "I5", "an_aborted_request_frees_its_place"),
     (NoValidation, "I8", "a_bad_request_is_refused_alone"),
     (AnswersAfterClose, "I9", "close_is_final"),
+    (LeakedProcess, "I9", "close_is_final"),
     (GlobalRNG, "I10", "the_process_is_left_as_found"),
     (NoTemperature, "T1", "log_probs_are_the_oracles"),
     (OffByOne, "T1", "log_probs_are_the_oracles"),
@@ -320,3 +333,6 @@ def test_the_law_catches_it(saboteur: type[Any], number: str, name: str, monkeyp
             law.check(bench)
     finally:
         bench.close()
+        while LEAKED:
+            LEAKED[-1].kill()
+            LEAKED.pop().wait()

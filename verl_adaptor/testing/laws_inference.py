@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -257,6 +258,7 @@ def a_bad_request_is_refused_alone(bench: Bench) -> None:
 @law("I9", INFERENCE)
 def close_is_final(bench: Bench) -> None:
     """Close twice, and use after close is `EngineClosed`; a call in flight ends with it too."""
+    before = leftovers()
     engine, prompt = bench.engine(), bench.prompts(1)[0]
 
     async def scenario() -> BaseException | list[Completion]:
@@ -268,6 +270,7 @@ def close_is_final(bench: Bench) -> None:
 
     assert isinstance(asyncio.run(scenario()), EngineClosed)
     engine.close()
+    assert not leftovers() - before, f"close left behind: {leftovers() - before}"
     for use in (lambda: engine.generate([prompt]), lambda: engine.score([prompt])):
         try:
             use()
@@ -300,6 +303,13 @@ def the_process_is_left_as_found(bench: Bench) -> None:
     effects = [name for name, differs in zip(names, changed, strict=True) if differs]
     declared = " ".join(bench.spec.process_effects)
     assert all(name in declared for name in effects), f"changed and not declared in process_effects: {effects}"
+
+
+def leftovers() -> set[str]:
+    """Child processes and shared-memory segments of this machine now; empty where the system does not tell."""
+    children = [Path(f"/proc/{os.getpid()}/task/{task.name}/children") for task in Path("/proc/self/task").glob("*")]
+    pids = {f"process {pid}" for file in children if file.exists() for pid in file.read_text().split()}
+    return pids | {f"segment {entry.name}" for entry in Path("/dev/shm").glob("*")}
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------
