@@ -25,6 +25,9 @@
         ├── TrainerClosed           used after close()
         ├── MissingGradient         a trainable parameter got no gradient
         ├── NonFiniteGradient       a NaN or Inf gradient, with ``non_finite="raise"``
+        ├── WorkerError             a rank failed; names rank and operation
+        │   ├── WorkerDied          its process is gone
+        │   └── WorkerTimeout       it did not answer in time
         └── CheckpointError         a checkpoint is missing, half-written or of another layout
 
 Each message says what was given, what is allowed and what to do.
@@ -126,6 +129,18 @@ class MissingGradient(TrainerError):
 
 class NonFiniteGradient(TrainerError):
     """A gradient is NaN or infinite; the weights were not touched (law T7)."""
+
+
+class WorkerError(TrainerError):
+    """A rank of a worker group failed; the message names rank, operation and the last metrics."""
+
+
+class WorkerDied(WorkerError):
+    """The process of a rank is gone."""
+
+
+class WorkerTimeout(WorkerError):
+    """A rank did not answer within the timeout."""
 
 
 class CheckpointError(TrainerError):

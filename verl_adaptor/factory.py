@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from verl_adaptor.capabilities import BackendSpec, Role
-from verl_adaptor.config import Config, EngineConfig, ParallelConfig, TrainerConfig, flatten_fields
+from verl_adaptor.config import Config, EngineConfig, ExecutionConfig, ParallelConfig, TrainerConfig, flatten_fields
 from verl_adaptor.errors import (
     BackendNotInstalled,
     BrokenPlugin,
@@ -132,20 +132,27 @@ def build_config(
     Raises:
         UnknownKey, ConfigError: every problem at once, a line each.
     """
-    home = flatten_fields(model, {"parallel": ParallelConfig})
+    nested: dict[str, type[Config]] = _nested(model)
+    home = flatten_fields(model, nested)
     home |= dict.fromkeys(options.model_fields if options else (), "options")
-    parts: dict[str | None, dict[str, Any]] = {None: {}, "parallel": {}, "options": {}}
+    parts: dict[str | None, dict[str, Any]] = {name: {} for name in [None, "options", *nested]}
     unknown = [f"{key}: unknown setting; {nearest(key, home)}." for key in settings if key not in home]
     for key, value in settings.items():
         if key in home:
             parts[home[key]][key] = value
     problems: list[str] = []
-    parallel = _build(ParallelConfig, parts["parallel"], problems)
-    config = _build(model, {**parts[None], "parallel": parallel or ParallelConfig()}, problems)
+    inner: dict[str, Any] = {name: _build(part, parts[name], problems) or part() for name, part in nested.items()}
+    config = _build(model, {**parts[None], **inner}, problems)
     own = _build(options, parts["options"], problems) if options else None
     if unknown or problems or config is None:
         raise (UnknownKey if unknown else ConfigError)("\n".join(unknown + problems))
     return config, own
+
+
+def _nested(model: type[Config]) -> dict[str, type[Config]]:
+    """The parts of a common config that flat keywords reach into."""
+    parts: dict[str, type[Config]] = {"parallel": ParallelConfig, "execution": ExecutionConfig}
+    return {name: part for name, part in parts.items() if name in model.model_fields}
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -168,7 +175,7 @@ def options_model(spec: BackendSpec, role: Role) -> type[Config] | None:
     if not (isinstance(options, type) and issubclass(options, Config)):
         raise BrokenPlugin(f"backend {spec.name!r}: {where} is no subclass of verl_adaptor.config.Config.")
     common = EngineConfig if role == "inference" else TrainerConfig
-    shadowed = options.model_fields.keys() & flatten_fields(common, {"parallel": ParallelConfig}).keys()
+    shadowed = options.model_fields.keys() & flatten_fields(common, _nested(common)).keys()
     if shadowed:
         raise BrokenPlugin(f"backend {spec.name!r}: {where} redefines common settings: {', '.join(sorted(shadowed))}.")
     return options

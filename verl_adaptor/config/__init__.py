@@ -4,7 +4,7 @@ Configs are frozen, keyword-only pydantic models. A wrong value or an unknown ke
 sentence a problem, all problems at once, each with the nearest valid name.
 """
 
-from verl_adaptor.config.backends import EngineConfig, ParallelConfig, TrainerConfig
+from verl_adaptor.config.backends import EngineConfig, ExecutionConfig, ParallelConfig, TrainerConfig
 from verl_adaptor.config.base import Config, KLEstimator, LossAggregation, ObjectPath, flatten_fields
 from verl_adaptor.config.ppo import KLConfig, PPOConfig, RolloutConfig
 from verl_adaptor.config.recipe import (
@@ -23,6 +23,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "ExecutionConfig",
     "KLConfig",
     "KLEstimator",
     "LossAggregation",

@@ -41,6 +41,27 @@ class ParallelConfig(Config):
         )
 
 
+class ExecutionConfig(Config):
+    """Where the ranks of a trainer run, and how long they may take."""
+
+    executor: Literal["auto", "inline", "ray"] = "auto"
+    """``inline``: this process, or the ranks that torchrun started. ``ray``: Ray actors, here or on a cluster. ``auto``:
+    inline where that is enough ranks, else ray."""
+    ray_address: str | None = None
+    """Cluster to join, as ``ray.init(address=...)`` takes it; None: the one this process is in, else a new one here."""
+    python_executable: str | None = None
+    """Python of another virtual environment with verl-adaptor in it: runs the backend there, beside conflicting pins
+    (needs Ray, the same version in both)."""
+    cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs that Ray reserves for a rank; a fraction lets ranks share one."""
+    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
+    """GPUs that Ray reserves for a rank; None: 1 where the device is CUDA, else 0."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest wait for all ranks to start and load the model, in seconds."""
+    call_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Longest that one call may take on all ranks, in seconds; a collective waits no longer either."""
+
+
 class EngineConfig(Config):
     """What every inference engine understands."""
 
@@ -108,7 +129,21 @@ class TrainerConfig(Config):
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: CUDA where it exists."""
     trust_remote_code: bool = False
     """Run Python code that the model folder ships. Off, because that code can do anything."""
+    lora_rank: PositiveInt | None = None
+    """Train low-rank adapters of this rank and nothing else (arXiv 2106.09685); None trains all weights."""
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Adapters are scaled by lora_alpha / lora_rank; None takes lora_rank."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Names of the layers that get adapters, e.g. q_proj; None: every linear layer but the output head."""
     parallel: ParallelConfig = ParallelConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+
+    @model_validator(mode="after")
+    def _lora_has_a_rank(self) -> TrainerConfig:
+        idle = [name for name in ("lora_alpha", "lora_target_modules") if getattr(self, name) is not None]
+        if idle and self.lora_rank is None:
+            raise ConfigError(f"{', '.join(idle)} without lora_rank does nothing; set lora_rank, or leave it out.")
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_split(self) -> TrainerConfig:

@@ -44,6 +44,8 @@ def _training(config: TrainerConfig) -> Iterator[Request]:
         yield Request("dtype='bfloat16'", Capability.BF16)
     if config.packing:
         yield Request("packing=True", Capability.PACKING)
+    if config.lora_rank:
+        yield Request(f"lora_rank={config.lora_rank}", Capability.LORA)
     if config.activation_checkpointing:
         yield Request("activation_checkpointing=True", Capability.ACTIVATION_CHECKPOINTING)
     if config.max_tokens_per_micro_batch:

@@ -1,0 +1,138 @@
+"""This process among its ranks: which share of the batch, the matrices and the sequence is its own.
+
+Ranks are laid out with the tensor-parallel axis innermost and data parallel outermost, the order that keeps the
+chattiest ranks nearest to each other::
+
+    data_parallel_size=2, tensor_parallel_size=2      rank 0 1 2 3
+                                                      dp   0 0 1 1
+                                                      tp   0 1 0 1
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl_adaptor.config import ParallelConfig
+from verl_adaptor.errors import ConfigError, TrainerError
+
+AXES = ("dp", "cp", "tp")
+"""Names of the mesh's dimensions, outermost first."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel strategy's ranks."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """None where `size` is 1."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`tensor` becomes its sum over the axis, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """All axes of one trainer."""
+
+    rank: int = 0
+    size: int = 1
+    data: Axis = Axis()
+    context: Axis = Axis()
+    tensor: Axis = Axis()
+    mesh: DeviceMesh | None = None
+    """Dimensions named as in `AXES`; None in a world of one process."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what only one may write."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def agree(self, problem: str | None) -> str | None:
+        """The first rank's problem that has one, told to all: so that no rank goes on alone."""
+        if self.size == 1:
+            return problem
+        problems: list[str | None] = [None] * self.size
+        dist.all_gather_object(problems, problem)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
+
+
+def join(parallel: ParallelConfig, device: torch.device, timeout_s: float) -> World:
+    """Take this process's place in the world that `parallel` asks for.
+
+    Raises:
+        ConfigError: the processes that torchrun or the executor started are not as many.
+    """
+    check_world_size(parallel.world_size)
+    if parallel.world_size == 1:
+        return World()
+    ensure_process_group(device, timeout_s)
+    sizes = (parallel.data_parallel_size, parallel.context_parallel_size, parallel.tensor_parallel_size)
+    mesh = _mesh(device.type, sizes)
+    data, context, tensor = (_axis(mesh, name) for name in AXES)
+    return World(dist.get_rank(), dist.get_world_size(), data, context, tensor, mesh)
+
+
+def check_world_size(wanted: int) -> None:
+    """Raise `ConfigError` unless this process is one of `wanted` ranks."""
+    found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if found != wanted and not (wanted == 1 and "WORLD_SIZE" not in os.environ):
+        raise ConfigError(
+            f"the parallel sizes multiply to {wanted} ranks, and {found} are running; start them with "
+            f"torchrun --nproc-per-node={wanted}, or leave executor='auto' and start one process."
+        )
+
+
+def ensure_process_group(device: torch.device, timeout_s: float) -> None:
+    """Initialise torch.distributed once a process: from torchrun's environment, or for this process alone.
+
+    It lives until the process ends, because under torchrun it cannot be made twice.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if "WORLD_SIZE" in os.environ:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise TrainerError(f"WORLD_SIZE is set, but not {', '.join(missing)}; start with torchrun, or unset it.")
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@functools.cache
+def _mesh(device_type: str, sizes: Sequence[int]) -> DeviceMesh:
+    """Cached: process groups cost sockets, and trainers of one layout can share them."""
+    return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=AXES)
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    size = mesh[name].size()
+    return Axis(mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None)
