@@ -184,6 +184,44 @@ def split_rows(
     return [torch.tensor(sorted(rows)) for rows in bins if rows]
 
 
+def deal(count: int, ranks: int) -> list[Tensor]:
+    """Row indices of each data-parallel rank: contiguous, as even as can be, so that samples of one prompt stay together.
+
+    >>> [rows.tolist() for rows in deal(5, 2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    return list(torch.arange(count).tensor_split(ranks))
+
+
+def micro_batches(
+    batch: TensorDict,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+) -> list[Tensor]:
+    """Row indices of each micro-batch of one data-parallel rank; all ranks get equally many.
+
+    Collectives run in every forward of a sharded model, so a rank that has fewer gets empty ones at the end: run them on
+    `idle` rows. Every rank can see the whole batch, so that they agree without asking each other.
+    """
+    splits = []
+    for rows in deal(len(batch), ranks):
+        parts = split_rows(batch[rows], micro_batch_size=micro_batch_size, max_tokens=max_tokens) if len(rows) else []
+        splits.append([rows[part] for part in parts])
+    most = max(map(len, splits))
+    return splits[rank] + [torch.arange(0)] * (most - len(splits[rank]))
+
+
+def idle(batch: TensorDict) -> TensorDict:
+    """One row of which nothing counts: what a rank computes while others have rows left."""
+    row = batch[:1].clone()
+    if "response_mask" in row:
+        row["response_mask"] = torch.zeros_like(row["response_mask"])
+    return row
+
+
 def _fits(bins: list[list[int]], lengths: list[int], max_tokens: int) -> bool:
     return all(len(rows) <= 1 or sum(lengths[row] for row in rows) <= max_tokens for rows in bins)
 

@@ -62,7 +62,8 @@ class Support:
 
     level: SupportLevel
     detail: str = ""
-    """SINCE: the version. ONLY: the device or mode. UNSUPPORTED: why. NOT_IMPLEMENTED: a link."""
+    """SINCE: the version. ONLY: the device (``cuda``), the role (``training``) or a mode. UNSUPPORTED: why.
+    NOT_IMPLEMENTED: a link."""
     why: str = ""
     """ONLY: why it is limited to that device or mode."""
 

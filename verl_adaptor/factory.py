@@ -190,7 +190,7 @@ def _check_capabilities(
     problems = []
     for setting, capability in requests(config):
         support = spec.support(capability)
-        if not usable(support, framework, config.device):
+        if not usable(support, framework, config.device, role):
             others = [name for name in registry().supporting(capability, role) if name.split()[0] != spec.name]
             problems.append(
                 f"backend {spec.name!r} cannot do {setting} ({capability} is {support}); {_elsewhere(others)}."

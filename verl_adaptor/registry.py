@@ -129,9 +129,10 @@ class Registry:
         """Backends of this role that declare a capability; one that has it only somewhere says where."""
         answers = ((entry.spec, entry.spec.support(capability)) for entry in self.entries if role in entry.spec.roles)
         return [
-            f"{spec.name} (only {support.detail})" if support.level == SupportLevel.ONLY else spec.name
+            spec.name if support or support.detail == role else f"{spec.name} (only {support.detail})"
             for spec, support in answers
-            if support or support.level == SupportLevel.ONLY
+            if support
+            or (support.level == SupportLevel.ONLY and support.detail not in ({"inference", "training"} - {role}))
         ]
 
     def register(self, spec: BackendSpec) -> None:

@@ -1,9 +1,12 @@
 """Trainer checkpoints: a folder that is there whole or not at all (law T5, C12).
 
     actor/
-        manifest.json       format, head, versions, world size, size of each other file
+        manifest.json       format, head, policy version, optimizer steps, world size, layout; size of each other file
         model.safetensors   float32 master weights, under the module's own names
         optimizer.pt        AdamW's averages and the position in the schedule, by parameter name
+
+A backend with a format of its own writes its files in place of the last two, under a manifest of the same kind. The
+position in the data belongs to the run, which keeps it beside this folder (`verl_adaptor.ppo.checkpoints`).
 
 No random state is saved, because training draws no random number: dropout is 0 and a value head is seeded when made.
 """
@@ -24,61 +27,90 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from verl_adaptor.backends.world import World
 from verl_adaptor.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 """Written last; a folder without it is no checkpoint."""
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.pt"
-FORMAT = "verl_adaptor.trainer/1"
-"""Changes when an older reader could misunderstand a checkpoint."""
 
 
 @contextmanager
-def whole_folder(folder: Path, *, marker: str) -> Iterator[Path]:
+def new(folder: Path, facts: Mapping[str, Any], world: World) -> Iterator[Path]:
+    """Yield an empty folder that all ranks write into; the first adds the manifest with `facts`, last of all.
+
+    Raises:
+        CheckpointError: `folder` exists and is no checkpoint, or a rank could not write.
+    """
+    with whole_folder(folder, marker=MANIFEST, world=world) as partial:
+        yield partial
+        world.barrier()
+        if world.is_first:
+            files = {file.relative_to(partial).as_posix(): file.stat().st_size for file in _files(partial)}
+            manifest = json.dumps({**facts, "files": files}, indent=1)
+            (partial / MANIFEST).write_text(manifest, encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(folder: Path, *, marker: str, world: World | None = None) -> Iterator[Path]:
     """Yield an empty folder beside `folder`; at the end it is on disk and takes the place of `folder`.
+
+    With several ranks all enter and leave together; the first makes and renames.
 
     Raises:
         CheckpointError: `folder` exists and is not one of ours (no file `marker` in it): it is not overwritten.
     """
-    folder = folder.absolute()
+    world, folder = world or World(), folder.absolute()
+    token = world.broadcast(os.getpid())
+    partial, old = (folder.with_name(f".{folder.name}.{kind}-{token}") for kind in ("partial", "old"))
+    try:
+        with world.together():
+            if world.is_first:
+                _make(partial, folder, marker)
+        with world.together():
+            yield partial
+        with world.together():
+            if world.is_first:
+                _put_in_place(partial, folder, old)
+    finally:
+        if world.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _make(partial: Path, folder: Path, marker: str) -> None:
     if folder.exists() and not (folder / marker).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and holds something else (no {marker}); save to a new folder.")
-    partial, old = (folder.with_name(f".{folder.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    try:
-        yield partial
-        _flush(partial)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _flush(folder: Path) -> None:
-    """Wait until the disk has it: a rename may outlive a power cut that the data does not."""
-    for path in (*folder.iterdir(), folder):
+def _put_in_place(partial: Path, folder: Path, old: Path) -> None:
+    """Wait until the disk has it (a rename may outlive a power cut that the data does not), then rename."""
+    for path in (*partial.rglob("*"), partial):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def write(
-    folder: Path, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None, facts: Mapping[str, Any]
-) -> None:
-    """Write a checkpoint; `facts` (head, versions, world size) go into the manifest."""
-    with whole_folder(folder, marker=MANIFEST) as partial:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial / WEIGHTS)
-        if optimizer is not None:
-            torch.save(dict(optimizer), partial / OPTIMIZER)
-        files = {file.name: file.stat().st_size for file in partial.iterdir()}
-        manifest = {"format": FORMAT, **facts, "files": files}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Weights under the module's own names."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+def write_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
+    """Optimizer state of tensors and plain Python values only: it is read with ``weights_only``."""
+    torch.save(dict(state), folder / OPTIMIZER)
 
 
 def write_sharded(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -92,7 +124,11 @@ def write_sharded(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_manifest(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest, after checking that every file is there in full and that `expected` facts hold."""
+    """The manifest, after checking that every file is there in full and that `expected` facts hold.
+
+    Raises:
+        CheckpointError: no checkpoint, half of one, one with files that it does not list, or of another kind.
+    """
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
             f"{folder} holds no {MANIFEST}: it is no checkpoint, or half of one; give another folder."
@@ -102,7 +138,7 @@ def read_manifest(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
         files: dict[str, int] = manifest["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error!r}); use an older checkpoint.") from error
-    for key, value in {"format": FORMAT, **expected}.items():
+    for key, value in expected.items():
         if manifest.get(key) != value:
             raise CheckpointError(
                 f"{folder} has {key}={manifest.get(key)!r}; this trainer needs {value!r}: load it where it was made."
@@ -114,6 +150,9 @@ def read_manifest(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
                 f"{folder / name} is {'missing' if found is None else f'{found} bytes'} where {size} bytes were written; "
                 "use an older checkpoint."
             )
+    foreign = sorted({file.relative_to(folder).as_posix() for file in _files(folder)} - {MANIFEST, *files})
+    if foreign:
+        raise CheckpointError(f"{folder} holds {foreign[0]}, which its {MANIFEST} does not list; remove it.")
     return manifest
 
 

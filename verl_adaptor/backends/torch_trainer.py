@@ -1,15 +1,19 @@
-"""What trainers on a transformers model have in common: all of `TrainerBackend`, for a head that this process holds.
+"""What trainers on a transformers model have in common: all of `TrainerBackend`, for the ranks of a `World`.
 
 The pieces: `sequences` lays rows out, `heads` runs the model, `optimizer` steps, `export` hands weights out,
-`checkpoint` saves, `probe` tries at start-up what would fail in silence.
+`checkpoint` saves, `probe` tries at start-up what would fail in silence. As it stands every rank holds the whole model
+and sees its data-parallel share of the rows; a backend that shards overrides `_parallelize`, `_backward` and the few
+methods that touch tensors.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +27,7 @@ from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_t
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE, Head, load_head
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import check_gradients, check_packing
+from verl_adaptor.backends.world import Axis, join
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, TrainerConfig
 from verl_adaptor.errors import TrainerError
@@ -30,8 +35,28 @@ from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, LossOut
 from verl_adaptor.samples import WeightUpdate
 
 
+class Sums:
+    """The loss, and metrics as (sum, weight): added up over micro-batches, then over ranks, so that no split can change one."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {"loss": (0.0, 0.0)}
+
+    def add(self, share: Tensor, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """One micro-batch's share of the loss, and its metrics."""
+        self._sums["loss"] = self._sums["loss"][0] + share.item(), 1.0
+        for name, (value, weight) in metrics.items():
+            old_value, old_weight = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = old_value + float(value.detach()), old_weight + float(weight)
+
+    def total(self, ranks: Axis, device: torch.device) -> dict[str, float]:
+        """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is."""
+        table = ranks.sum(torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device)).tolist()
+        means = {n: value / weight if weight else 0.0 for n, (value, weight) in zip(self._sums, table, strict=True)}
+        return means | {"loss": table[0][0]}
+
+
 class TorchTrainer(TrainerBackend):
-    """One whole model in this process.
+    """One whole model in this process, or on every data-parallel rank.
 
     Master weights and optimizer state are float32; ``dtype="bfloat16"`` computes under autocast.
     """
@@ -39,14 +64,21 @@ class TorchTrainer(TrainerBackend):
     def __init__(self, path: str, config: TrainerConfig, options: Config | None, spec: BackendSpec) -> None:
         super().__init__(path, config, options, spec)
         self.device = resolve_device(config.device)
+        self.world = join(config.parallel, self.device, config.execution.call_timeout_s)
         self.head: Head = load_head(path, config, self.device)
         if config.packing:
             check_packing(self.head)
-        self.optimizer: Optimizer | None = None
-        if config.trainable:
-            if config.activation_checkpointing:
-                check_gradients(self.head)
-            self.optimizer = Optimizer(dict(self.head.named_parameters()), config)
+        if config.trainable and config.activation_checkpointing:
+            check_gradients(self.head)
+        self._parallelize()
+        self.optimizer = self._make_optimizer() if config.trainable else None
+
+    def _parallelize(self) -> None:
+        """Shard or wrap `self.head`, which is whole and on every rank the same."""
+
+    def _make_optimizer(self) -> Optimizer:
+        trainable = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
+        return Optimizer(trainable, self.config)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -59,46 +91,68 @@ class TorchTrainer(TrainerBackend):
 
     @torch.no_grad()
     def _forward(self, batch: TensorDict) -> dict[str, Tensor]:
-        """All outputs, [B, R] on the batch's device, rows in input order."""
-        results = {name: torch.zeros(batch["responses"].shape) for name in self.head.outputs}
+        """All outputs, [B, R] on the batch's device, rows in input order: each rank computes its rows and all get all."""
+        shape = (len(self.head.outputs), *batch["responses"].shape)
+        results = torch.zeros(shape, device=self.device)
         for rows in self._split(batch):
-            for name, value in self.head(batch[rows].to(self.device)).items():
-                results[name][rows] = value.cpu()
-        return {name: value.to(batch["responses"].device) for name, value in results.items()}
+            outputs = self._run(self._micro(batch, rows))
+            for index, name in enumerate(self.head.outputs if len(rows) else ()):
+                results[index, rows] = outputs[name]
+        self.world.data.sum(results)
+        return dict(zip(self.head.outputs, results.to(batch["responses"].device), strict=True))
 
     def _split(self, batch: TensorDict) -> list[Tensor]:
-        """Row indices of the micro-batches: the same for log-probs and updates (C20)."""
-        return batches.split_rows(
+        """Row indices of this rank's micro-batches: the same for log-probs and updates (C20)."""
+        return batches.micro_batches(
             batch,
+            rank=self.world.data.rank,
+            ranks=self.world.data.size,
             micro_batch_size=self.config.micro_batch_size,
             max_tokens=self.config.max_tokens_per_micro_batch,
         )
 
+    def _micro(self, batch: TensorDict, rows: Tensor) -> TensorDict:
+        return (batch[rows] if len(rows) else batches.idle(batch)).to(self.device)
+
+    def _run(self, micro: TensorDict) -> dict[str, Tensor]:
+        """The head's outputs; where the head is wrapped, through the wrapper."""
+        outputs: dict[str, Tensor] = self.head(micro)
+        return outputs
+
     # -- training ------------------------------------------------------------------------------------------------
 
     def _forward_backward(self, batch: TensorDict, loss: Loss, over: Denominators) -> dict[str, float]:
-        total = 0.0
-        sums: dict[str, tuple[float, float]] = {}
+        sums = Sums()
         self.head.train()  # activation checkpointing works in this mode only; there is no dropout
         try:
-            for rows in self._split(batch):
-                micro = batch[rows].to(self.device)
-                result = self._loss(loss, micro)
-                share = self._aggregate(result.per_token, micro["response_mask"], over)
-                share.backward()
-                total += share.item()
-                for name, (value, weight) in result.metrics.items():
-                    old_value, old_weight = sums.get(name, (0.0, 0.0))
-                    sums[name] = old_value + float(value.detach()), old_weight + float(weight)
+            parts = self._split(batch)
+            for number, rows in enumerate(parts):
+                with self._micro_step(last=number == len(parts) - 1):
+                    micro = self._micro(batch, rows)
+                    result = self._loss(loss, micro)
+                    share = self._aggregate(result.per_token, micro["response_mask"], over)
+                    self._backward(share)
+                sums.add(share, result.metrics)
         except BaseException:
-            self._optimizer.zero_grad()  # half a mini-batch must not leak into the next step
+            self._zero_grad()  # half a mini-batch must not leak into the next step
             raise
         finally:
             self.head.eval()
-        return {"loss": total} | {name: value / weight if weight else 0.0 for name, (value, weight) in sums.items()}
+        return sums.total(self.world.data, self.device)
+
+    def _micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; `last` in its call: here gradients may be synchronised."""
+        return nullcontext()
+
+    def _backward(self, share: Tensor) -> None:
+        """Add the gradients of this rank's share of the loss; the shares of all data-parallel ranks add up to it."""
+        share.backward()
+
+    def _zero_grad(self) -> None:
+        self._optimizer.zero_grad()
 
     def _loss(self, loss: Loss, micro: TensorDict) -> LossOutput:
-        result = loss(self.head(micro), micro)
+        result = loss(self._run(micro), micro)
         expected = micro["responses"].shape
         if result.per_token.shape != expected or not result.per_token.requires_grad:
             raise TrainerError(
@@ -149,17 +203,40 @@ class TorchTrainer(TrainerBackend):
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, folder: Path) -> None:
-        facts = {
-            "head": self.config.head,
-            "world_size": 1,
-            "policy_version": self._version,
-            "changed_since_export": self._changed,
-        }
-        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        checkpoint.write(folder, self._own_tensors(), optimizer, facts)
+        with checkpoint.new(folder, self._facts(), self.world) as partial:
+            self._write_state(partial)
 
     def _load_checkpoint(self, folder: Path) -> None:
-        manifest = checkpoint.read_manifest(folder, {"head": self.config.head, "world_size": 1})
+        with self.world.together():
+            manifest = checkpoint.read_manifest(folder, {"format": self.checkpoint_format, "head": self.config.head})
+            self._read_state(folder)
+        self._version = int(manifest["policy_version"])
+        self._changed = bool(manifest["changed_since_export"])
+
+    checkpoint_format = "verl_adaptor.trainer/2"
+    """Changes when another reader could misunderstand a checkpoint."""
+
+    def _facts(self) -> dict[str, Any]:
+        """What the manifest says besides the list of files. No random state: training draws no random number."""
+        return {
+            "format": self.checkpoint_format,
+            "head": self.config.head,
+            "policy_version": self._version,
+            "changed_since_export": self._changed,
+            "optimizer_steps": 0 if self.optimizer is None else self.optimizer.steps,
+            "world_size": self.world.size,
+            "layout": self.config.parallel.model_dump(exclude_defaults=True),
+        }
+
+    def _write_state(self, folder: Path) -> None:
+        """Weights and optimizer state; here the first rank's, because all ranks hold the same."""
+        if self.world.is_first:
+            checkpoint.write_tensors(folder, self._own_tensors())
+            if self.optimizer is not None:
+                checkpoint.write_optimizer(folder, self.optimizer.state_dict())
+
+    def _read_state(self, folder: Path) -> None:
+        """Undo `_write_state`, whatever the number of ranks that wrote it."""
         own = self._own_tensors()
         saved = checkpoint.read_tensors(folder, own)
         if self.optimizer is not None:
@@ -168,8 +245,6 @@ class TorchTrainer(TrainerBackend):
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
-        self._version = int(manifest["policy_version"])
-        self._changed = bool(manifest["changed_since_export"])
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers under the module's own names, tied memory once."""
@@ -184,9 +259,14 @@ class TorchTrainer(TrainerBackend):
             CheckpointError: `folder` exists and is no model folder.
         """
         self._check_open()
-        tensors, _ = named_tensors(self.head.model)
-        with checkpoint.whole_folder(Path(folder), marker="config.json") as partial_folder:
-            self._write_pretrained(partial_folder, tensors, self._value_head())
+        tensors, value_head = self._whole_tensors()
+        with checkpoint.whole_folder(Path(folder), marker="config.json", world=self.world) as partial_folder:
+            if self.world.is_first:
+                self._write_pretrained(partial_folder, tensors, value_head)
+
+    def _whole_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The model's tensors under Hugging Face names and the value head's; needed on the first rank only."""
+        return named_tensors(self.head.model)[0], self._value_head()
 
     def _write_pretrained(self, folder: Path, tensors: Mapping[str, Tensor], value_head: Mapping[str, Tensor]) -> None:
         """Weights in float32; config, tokenizer and code as in the folder that the model came from."""

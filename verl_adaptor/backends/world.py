@@ -14,8 +14,10 @@ import atexit
 import datetime
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_adaptor.config import ParallelConfig
-from verl_adaptor.errors import ConfigError, TrainerError
+from verl_adaptor.errors import ConfigError, TrainerError, VerlAdaptorError
+
+T = TypeVar("T")
 
 AXES = ("dp", "cp", "tp")
 """Names of the mesh's dimensions, outermost first."""
@@ -68,13 +72,40 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def agree(self, problem: str | None) -> str | None:
-        """The first rank's problem that has one, told to all: so that no rank goes on alone."""
-        if self.size == 1:
-            return problem
-        problems: list[str | None] = [None] * self.size
-        dist.all_gather_object(problems, problem)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on all."""
+        if self.size > 1:
+            values = [value]
+            dist.broadcast_object_list(values, src=0)
+            value = values[0]
+        return value
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks leave this block the same way: where one raises, all do, so that none waits for it later.
+
+        Raises:
+            VerlAdaptorError: another rank's error, naming it; `TrainerError` for an error that is not one of ours.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failures: list[Exception | None] = [failure]
+        if self.size > 1:
+            failures = [None] * self.size
+            dist.all_gather_object(failures, failure and _portable(failure))
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(failures):
+            if other is not None:
+                raise type(other)(f"rank {rank}: {other}")
+
+
+def _portable(error: Exception) -> VerlAdaptorError:
+    """What another rank can unpickle and raise."""
+    return error if isinstance(error, VerlAdaptorError) else TrainerError(f"{type(error).__name__}: {error}")
 
 
 def join(parallel: ParallelConfig, device: torch.device, timeout_s: float) -> World:

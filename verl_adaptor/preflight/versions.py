@@ -8,7 +8,7 @@ from typing import NamedTuple
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from verl_adaptor.capabilities import BackendSpec, Support, SupportLevel
+from verl_adaptor.capabilities import BackendSpec, Role, Support, SupportLevel
 from verl_adaptor.errors import BackendNotInstalled, BackendVersionError
 
 
@@ -63,17 +63,21 @@ def check_version(spec: BackendSpec) -> Framework | None:
     return found
 
 
-def usable(support: Support, framework: Framework | None, device: str) -> bool:
-    """True if the capability is there with this version and, as far as can be told before loading, on this device.
+def usable(support: Support, framework: Framework | None, device: str, role: Role) -> bool:
+    """True if the capability is there with this version, in this role and, as far as can be told before loading, on this
+    device.
 
     ONLY in a mode, or on a device while `device` is ``auto``, is left to the backend, which sees the machine.
     """
     if support.level == SupportLevel.SINCE and framework is not None:
         return in_range(framework.version, f">={support.detail}")
     if support.level == SupportLevel.ONLY:
+        if support.detail in _ROLES:
+            return support.detail == role
         chosen = device.partition(":")[0]
         return chosen == "auto" or support.detail not in _DEVICES or chosen == support.detail
     return bool(support)
 
 
 _DEVICES = ("cpu", "cuda")
+_ROLES = ("inference", "training")

@@ -1,11 +1,11 @@
-"""transformers in one process: the reference backend, and the one that needs nothing else installed."""
+"""transformers, whole on every rank: the reference backend, and the one that needs nothing else installed."""
 
 from __future__ import annotations
 
-from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, only, unsupported
 from verl_adaptor.hookspecs import hookimpl
 
-_ONE_PROCESS = unsupported("one process holds the whole model")
+_WHOLE = unsupported("every rank holds the whole model")
 _NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
 
 
@@ -16,12 +16,13 @@ def verl_adaptor_backends() -> list[BackendSpec]:
         BackendSpec(
             name="hf",
             aliases=("transformers",),
-            summary="transformers, one process, any causal LM",
+            summary="transformers, the whole model on every rank, any causal LM",
             engine="verl_adaptor.backends.hf.engine:HFEngine",
             trainer="verl_adaptor.backends.hf.trainer:HFTrainer",
             distribution="transformers",
             version_range=">=5.5,<5.20",
             install="pip install 'transformers>=5.5,<5.20'",
+            gradient_syncs=("ddp", "manual"),
             capabilities={
                 Capability.STREAM: FULL,
                 Capability.ABORT: FULL,
@@ -43,12 +44,12 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.LORA: _NOT_YET,
                 Capability.REFERENCE: _NOT_YET,
                 Capability.ROLLOUT_ENGINE: _NOT_YET,
-                Capability.DATA_PARALLEL: _ONE_PROCESS,
-                Capability.TENSOR_PARALLEL: _ONE_PROCESS,
-                Capability.PIPELINE_PARALLEL: _ONE_PROCESS,
-                Capability.SEQUENCE_PARALLEL: _ONE_PROCESS,
-                Capability.CONTEXT_PARALLEL: _ONE_PROCESS,
-                Capability.EXPERT_PARALLEL: _ONE_PROCESS,
+                Capability.DATA_PARALLEL: only("training", "copies of an engine are engines of their own"),
+                Capability.TENSOR_PARALLEL: _WHOLE,
+                Capability.PIPELINE_PARALLEL: _WHOLE,
+                Capability.SEQUENCE_PARALLEL: _WHOLE,
+                Capability.CONTEXT_PARALLEL: _WHOLE,
+                Capability.EXPERT_PARALLEL: _WHOLE,
             },
         )
     ]
