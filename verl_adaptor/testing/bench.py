@@ -40,11 +40,13 @@ class Bench:
         spec: BackendSpec,
         *,
         family: str = "llama",
+        model: Mapping[str, Any] | None = None,
         engine_settings: Mapping[str, Any] | None = None,
         trainer_settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.spec = spec
         self.family = family
+        self._model = dict(model or {})
         self._engine_settings = dict(engine_settings or {})
         self._trainer_settings = dict(trainer_settings or {})
         self._optimizer: dict[str, Any] = {"learning_rate": 1e-3, **({} if family == "llama" else SETTLED)}
@@ -60,7 +62,15 @@ class Bench:
     @cached_property
     def path(self) -> str:
         """The tiny model: two layers or more, grouped-query attention, random norms and biases."""
-        return str(make_tiny_model(self.family, self.folder / self.family))
+        return str(make_tiny_model(self.family, self.folder / self.family, **self._model))
+
+    @cached_property
+    def critic_path(self) -> str:
+        """The same model with a value head beside it, as the reference trainer saved it."""
+        folder = self.folder / f"{self.family}-critic"
+        with self.reference_trainer(head="value") as critic:
+            critic.save_pretrained(folder)
+        return str(folder)
 
     # -- what is tested ------------------------------------------------------------------------------------------
 
@@ -111,9 +121,9 @@ class Bench:
         self._open.append(engine)
         return engine
 
-    def reference_trainer(self, **settings: Any) -> TrainerBackend:
+    def reference_trainer(self, path: str | None = None, **settings: Any) -> TrainerBackend:
         """The reference trainer on the same model."""
-        trainer = ReferenceTrainer(self.path, TrainerConfig(**{**self._optimizer, **settings}))
+        trainer = ReferenceTrainer(path or self.path, TrainerConfig(**{**self._optimizer, **settings}))
         self._open.append(trainer)
         return trainer
 

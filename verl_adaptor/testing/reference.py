@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer, named_tensors
+from verl_adaptor.backends.heads import VALUE_HEAD_FILE
 from verl_adaptor.backends.optimizer import schedule_factor
 from verl_adaptor.batch import aggregate
 from verl_adaptor.capabilities import FULL, BackendSpec, Capability
@@ -155,6 +157,9 @@ class ReferenceTrainer(TrainerBackend):
             with torch.random.fork_rng():
                 torch.manual_seed(config.seed)
                 self._head = nn.Linear(self._network.config.hidden_size, 1)
+            saved = Path(path) / VALUE_HEAD_FILE
+            if saved.is_file():
+                self._head.load_state_dict(load_file(saved))
         self._steps = 0
         self._parameters = [*self._network.parameters(), *(self._head.parameters() if self._head else ())]
         self._optimizer = torch.optim.AdamW(
@@ -265,6 +270,8 @@ class ReferenceTrainer(TrainerBackend):
     def save_pretrained(self, folder: Path) -> None:
         """The model and its tokenizer."""
         self._network.save_pretrained(folder)
+        if self._head is not None:
+            save_file(self._head.state_dict(), folder / VALUE_HEAD_FILE)
         tokenizer = load_tokenizer(self.path, self.config.trust_remote_code)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -30,6 +30,7 @@ def conformance_suite(
     backend: str,
     *,
     family: str = "llama",
+    model: Mapping[str, Any] | None = None,
     engine_settings: Mapping[str, Any] | None = None,
     trainer_settings: Mapping[str, Any] | None = None,
 ) -> type:
@@ -38,13 +39,16 @@ def conformance_suite(
     Args:
         backend: a registered name.
         family: which tiny model, see `verl_adaptor.testing.models`.
+        model: config keys that differ from the family's, e.g. ``{"num_hidden_layers": 4}``.
         engine_settings: given to every engine, e.g. ``{"tensor_parallel_size": 2}``.
         trainer_settings: given to every trainer.
     """
     spec = get_spec(backend)
 
     def setup_class(cls: Any) -> None:
-        cls.bench = Bench(spec, family=family, engine_settings=engine_settings, trainer_settings=trainer_settings)
+        cls.bench = Bench(
+            spec, family=family, model=model, engine_settings=engine_settings, trainer_settings=trainer_settings
+        )
 
     def teardown_class(cls: Any) -> None:
         cls.bench.close()
