@@ -15,7 +15,8 @@ from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer
 from verl_adaptor.batch import collate
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import EngineConfig, TrainerConfig
-from verl_adaptor.factory import create_inference_engine, create_trainer_backend
+from verl_adaptor.execution import WorkerPool
+from verl_adaptor.factory import create_inference_engine, resolve_trainer
 from verl_adaptor.protocols import InferenceEngine, LossOutput, TrainerBackend
 from verl_adaptor.samples import Trajectory
 from verl_adaptor.testing.models import make_tiny_model
@@ -30,6 +31,12 @@ GAP = 1e-4
 SETTLED = {"eps": 1e-5}
 """For families with weights whose gradient is 0 but for rounding (key biases, for one): with AdamW's usual eps of 1e-8
 such a rounding error becomes a whole step, and no two correct trainers agree."""
+
+
+WORKERS = WorkerPool()
+"""Ranks of all benches: starting them takes longer than most laws. They end with the process."""
+SHARE_CPUS = {"cpus_per_worker": 0.25}
+"""Ranks of tiny models need not have a CPU each."""
 
 
 class Bench:
@@ -89,8 +96,8 @@ class Bench:
 
     def trainer(self, path: str | None = None, **settings: Any) -> TrainerBackend:
         """A fresh trainer of the backend under test; learning rate 1e-3 unless told otherwise."""
-        settings = {**self._optimizer, **self._trainer_settings, **settings}
-        trainer = create_trainer_backend(path or self.path, backend=self.spec.name, **settings)
+        settings = {**SHARE_CPUS, **self._optimizer, **self._trainer_settings, **settings}
+        trainer = resolve_trainer(path or self.path, self.spec.name, **settings).create(workers=WORKERS)
         self._open.append(trainer)
         return trainer
 
