@@ -14,9 +14,9 @@ from verl_adaptor import factory
 from verl_adaptor.backends.hf.engine import HFEngine
 from verl_adaptor.backends.hf.trainer import HFTrainer
 from verl_adaptor.batch import denominators
-from verl_adaptor.registry import get_spec
+from verl_adaptor.registry import get_spec, register
 from verl_adaptor.samples import Delta
-from verl_adaptor.testing import suite  # noqa: F401 - importing it registers the laws
+from verl_adaptor.testing import saboteurs, suite  # noqa: F401 - importing the suite registers the laws
 from verl_adaptor.testing.bench import Bench
 from verl_adaptor.testing.laws import LAWS
 
@@ -336,3 +336,34 @@ def test_the_law_catches_it(saboteur: type[Any], number: str, name: str, monkeyp
         while LEAKED:
             LEAKED[-1].kill()
             LEAKED.pop().wait()
+
+
+# -- on several ranks, or of one framework -----------------------------------------------------------------------
+
+TWO = {"data_parallel_size": 2}
+ON_RANKS: list[tuple[str, type[Any], dict[str, Any], str]] = [
+    ("hf", saboteurs.PerRankMean, {**TWO, "gradient_sync": "manual"}, "one_update_is_the_same_update"),
+    ("hf", saboteurs.ForgottenRank, {**TWO, "gradient_sync": "manual"}, "one_update_is_the_same_update"),
+    ("hf", saboteurs.LostEmbeddingGradient, {}, "checkpointing_is_the_same_update"),
+    ("fsdp", saboteurs.NormOfOwnShards, TWO, "one_update_is_the_same_update"),
+    (
+        "megatron",
+        saboteurs.UnmarkedNorms,
+        {"tensor_parallel_size": 2, "sequence_parallel": True},
+        "one_update_is_the_same_update",
+    ),
+    ("megatron", saboteurs.PlainlyConcatenated, {}, "log_probs_are_the_oracles"),
+]
+
+
+@pytest.mark.parametrize(("base", "trainer", "layout", "name"), ON_RANKS, ids=[row[1].__name__ for row in ON_RANKS])
+def test_the_law_catches_it_on_ranks(base: str, trainer: type[Any], layout: dict[str, Any], name: str) -> None:
+    spec = saboteurs.saboteur(base, trainer)
+    register(spec)
+    [law] = [law for law in LAWS if law.name == name]
+    bench = Bench(spec, trainer_settings=layout)
+    try:
+        with pytest.raises(AssertionError, match="differ"):
+            law.check(bench)
+    finally:
+        bench.close()

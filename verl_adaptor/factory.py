@@ -25,12 +25,13 @@ from verl_adaptor.errors import (
     UnsupportedCapability,
     nearest,
 )
+from verl_adaptor.execution import HostedTrainer, Recipe, RemoteTrainer, WorkerPool
 from verl_adaptor.preflight import Facts, check
 from verl_adaptor.preflight.model import read_model_config
 from verl_adaptor.preflight.requests import requests
 from verl_adaptor.preflight.versions import Framework, check_version, installed, usable
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
-from verl_adaptor.registry import get_spec, registry
+from verl_adaptor.registry import IN_PROCESS, get_spec, register, registry
 
 PathLike = str | os.PathLike[str]
 ConfigT = TypeVar("ConfigT", EngineConfig, TrainerConfig)
@@ -102,13 +103,64 @@ class Plan(Generic[BuiltT, ConfigT]):
         check(self.spec, Facts(role=self.role, config=self.config, options=self.options, model=model))
         return dataclasses.replace(self, path=None if path is None else str(Path(path).expanduser()))
 
-    def create(self, path: PathLike | None = None) -> BuiltT:
-        """Import the backend's class and build it; `path` is for a plan that was made without one."""
+    def create(self, path: PathLike | None = None, *, workers: WorkerPool | None = None) -> BuiltT:
+        """Import the backend's class and build it, in this process or on the ranks that the settings ask for.
+
+        Args:
+            path: for a plan that was made without one.
+            workers: where a trainer's ranks come from, to share them with others; None starts ranks of its own if needed,
+                which end with it.
+
+        Raises:
+            ConfigError: there is no room for the ranks, or an executor that contradicts other settings.
+            WorkerError: a rank does not come up.
+        """
         plan = self if path is None else self.on(path)
         if plan.path is None:
             raise ModelError("this plan was made without a model; give create() the path of one.")
+        if isinstance(plan.config, TrainerConfig):
+            group = (workers or WorkerPool()).group(plan.config, plan.spec.name)
+            if group is not None:
+                recipe = Recipe(f"{__name__}:{host_trainer.__name__}", _arguments(plan))
+                remote: Any = RemoteTrainer(
+                    plan.path,
+                    plan.config,
+                    plan.options,
+                    plan.spec,
+                    group=group,
+                    recipe=recipe,
+                    owns_group=workers is None,
+                )
+                return remote
         built: BuiltT = load_class(plan.spec, plan.role)(plan.path, plan.config, plan.options, plan.spec)
         return built
+
+
+# -- ranks in other processes ------------------------------------------------------------------------------------
+
+
+def host_trainer(path: str, backend: str, settings: Mapping[str, Any], spec: BackendSpec | None) -> HostedTrainer:
+    """Build a trainer on one rank of a worker group; `spec` is for a backend that no installed package registers."""
+    if spec is not None:
+        register(spec)
+    return HostedTrainer(resolve_trainer(path, backend, **settings).create())
+
+
+def _arguments(plan: Plan[Any, Any]) -> dict[str, Any]:
+    """`host_trainer`'s, as built-ins: the settings flat again, the executor's share resolved."""
+    config, execution = plan.config, plan.config.execution
+    settings = config.model_dump(mode="json", exclude_unset=True, exclude={"parallel", "execution"})
+    settings |= config.parallel.model_dump(mode="json", exclude_unset=True)
+    settings |= {} if plan.options is None else plan.options.model_dump(mode="json", exclude_unset=True)
+    settings |= {"executor": "inline", "call_timeout_s": execution.call_timeout_s}
+    path = Path(plan.path or "")
+    unknown = any(entry.spec is plan.spec and entry.source == IN_PROCESS for entry in registry().entries)
+    return {
+        "path": str(path.absolute()) if path.exists() else plan.path,
+        "backend": plan.spec.name,
+        "settings": settings,
+        "spec": plan.spec if unknown else None,
+    }
 
 
 # -- settings ----------------------------------------------------------------------------------------------------
@@ -118,7 +170,8 @@ def _resolve(
     role: Role, backend: str, model: type[ConfigT], settings: Mapping[str, Any]
 ) -> tuple[BackendSpec, ConfigT, Config | None]:
     spec = get_spec(backend, role)
-    framework = check_version(spec)
+    elsewhere = role == "training" and settings.get("python_executable")
+    framework = None if elsewhere else check_version(spec)  # another environment checks its own
     config, options = build_config(model, options_model(spec, role), settings)
     _check_capabilities(spec, role, config, framework)
     return spec, config, options

@@ -213,7 +213,7 @@ def named_tensors(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, 
 
     Where transformers fuses what a checkpoint keeps apart (the experts of Mixtral), these are views of the fused
     parameter. So everything returned shares memory with the model: reading costs nothing, writing in place writes
-    the model.
+    the model. Adapters that peft has put in are left out, and the layers beneath them keep their names.
 
     Returns:
         (name -> tensor without gradient, each memory once; alias -> name of the tensor it shares memory with).
@@ -221,18 +221,33 @@ def named_tensors(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, 
     own: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[int, torch.Size], str] = {}
-    for name, tensor in model.state_dict().items():
+    state = {unwrapped(name): tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    for name, tensor in state.items():
         twin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
         if twin == name:
             own[name] = tensor
         else:
             aliases[name] = twin
-    tied = {_checkpoint_name(model, alias): _checkpoint_name(model, name) for alias, name in aliases.items()}
+    tied = {
+        checkpoint_names(model, alias, state[alias])[0]: checkpoint_names(model, name, state[name])[0]
+        for alias, name in aliases.items()
+    }
     return _checkpoint_views(model, own), tied
 
 
-def _checkpoint_name(model: PreTrainedModel, name: str) -> str:
-    return next(iter(_checkpoint_views(model, {name: model.get_parameter(name).detach()})))
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of a low-rank adapter that peft has put in."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def unwrapped(name: str) -> str:
+    """The name that a tensor has where peft has not wrapped its layer."""
+    return name.replace(".base_layer.", ".")
+
+
+def checkpoint_names(model: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
+    """What a Hugging Face checkpoint calls the model's tensor `name`; several where it cuts it up."""
+    return list(_checkpoint_views(model, {name: tensor.detach()}))
 
 
 def _checkpoint_views(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -55,21 +55,25 @@ def weight_update(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     check: Callable[[], None] = lambda: None,
+    gather: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> WeightUpdate:
     """An update that hands out the model's own tensors, uncopied: each is valid until the next bucket is pulled.
 
     Args:
-        tensors: Hugging Face name -> tensor, tied memory once.
+        tensors: Hugging Face name -> tensor, tied memory once; of a sharded model a shard, or a meta tensor, that tells the
+            whole tensor's shape and type.
         tied: alias -> name.
         version: policy version.
         check: called before each bucket; raises if the tensors are no longer those of `version`.
+        gather: makes the tensors of one bucket whole, by name; collective, so all ranks pull all buckets in step. What it
+            returns lives until the next bucket: one bucket, or the largest fused group, is all that is ever whole.
     """
     plan = bucketed({name: t.numel() * t.element_size() for name, t in tensors.items()}, bucket_bytes)
 
     def buckets() -> Iterator[dict[str, Tensor]]:
         for names in plan:
             check()
-            yield {name: tensors[name].detach() for name in names}
+            yield gather({name: tensors[name].detach() for name in names})
 
     return WeightUpdate(
         version=version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl_adaptor.backends.adapters import Adapters, require_peft
 from verl_adaptor.backends.causal_lm import load_backbone, load_causal_lm, token_log_probs_and_entropy
 from verl_adaptor.backends.sequences import Sequences, packed, padded
+from verl_adaptor.backends.ulysses import sliced
+from verl_adaptor.backends.world import Axis
 from verl_adaptor.config import TrainerConfig
 from verl_adaptor.errors import ModelError
 
@@ -27,16 +31,22 @@ class Head(nn.Module):
 
     outputs: tuple[str, ...]
     """Names of what forward returns."""
+    context = Axis()
+    """The ranks that share each sequence; `probe.share_sequences` sets it."""
+    multiple = 1
+    """Sequences are padded to a multiple of this, so that ranks can share them evenly."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         super().__init__()
         self.model = model
+        self.adapters: Adapters | None = None
         self.packing = config.packing
         self.compute_dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
     def lay_out(self, batch: TensorDict) -> Sequences:
-        """The layout that the config asks for."""
-        return packed(batch, self.model.config) if self.packing else padded(batch)
+        """The layout that the config asks for; where ranks share the sequences, this rank's slice of it."""
+        whole = packed(batch, self.model.config) if self.packing else padded(batch)
+        return sliced(whole.widened(self.multiple), self.context)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bfloat16 matrices where asked for."""
@@ -49,6 +59,8 @@ class PolicyHead(Head):
     """A causal LM: ``log_probs`` and ``entropy`` [b, R], float32, at each row's temperature."""
 
     outputs = ("log_probs", "entropy")
+    read_logits: Callable[..., tuple[Tensor, Tensor]] = staticmethod(token_log_probs_and_entropy)
+    """(logits, ids, temperature) -> log-probs and entropy; ranks that share the vocabulary read their slices of the logits."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         super().__init__(model, config)
@@ -62,7 +74,7 @@ class PolicyHead(Head):
             logits = self.model(**sequences.inputs, **keep, use_cache=False).logits
         if not self._keeps_logits:
             logits = logits[:, sequences.predictors]
-        log_probs, entropy = token_log_probs_and_entropy(logits, sequences.targets, sequences.temperature)
+        log_probs, entropy = self.read_logits(logits, sequences.targets, sequences.temperature)
         return {"log_probs": sequences.restore(log_probs), "entropy": sequences.restore(entropy)}
 
 
@@ -91,7 +103,12 @@ class ValueHead(Head):
 
 
 def load_head(path: str, config: TrainerConfig, device: torch.device) -> Head:
-    """The head that `config` asks for, float32, on `device`; a value head is read from the folder if it holds one."""
+    """The head that `config` asks for, float32, on `device`; a value head is read from the folder if it holds one.
+
+    With ``lora_rank`` the model is frozen and gets adapters to train; a value head is trained in full.
+    """
+    if config.lora_rank is not None:
+        require_peft()
     settings: dict[str, Any] = {"dtype": torch.float32, "device": device, "trust_remote_code": config.trust_remote_code}
     if config.head == "policy":
         head: Head = PolicyHead(load_causal_lm(path, **settings), config)
@@ -100,7 +117,10 @@ def load_head(path: str, config: TrainerConfig, device: torch.device) -> Head:
         saved = Path(path) / VALUE_HEAD_FILE
         if saved.is_file():
             _restore_value_head(head.value_head, saved)
-    return head.eval().requires_grad_(config.trainable)
+    head.eval().requires_grad_(config.trainable)
+    if config.lora_rank is not None:
+        head.adapters = Adapters(head.model, config)
+    return head
 
 
 def _restore_value_head(layer: nn.Linear, file: Path) -> None:

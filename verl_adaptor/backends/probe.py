@@ -1,7 +1,7 @@
-"""Two small experiments at start-up, because what they find would otherwise stay silent.
+"""Small experiments at start-up, because what they find would otherwise stay silent.
 
-Versions and model classes tell too little about gradients under activation checkpointing (C30) or about packing (C17):
-so both are tried on a few tokens.
+Versions and model classes tell too little about gradients under activation checkpointing (C30), about packing (C17) or
+about ranks that share a sequence: so each is tried on a few tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from verl_adaptor.backends.heads import Head
+from verl_adaptor.backends.ulysses import use_ulysses
+from verl_adaptor.backends.world import Axis
 from verl_adaptor.batch import collate
 from verl_adaptor.errors import MissingGradient, UnsupportedCapability
 from verl_adaptor.samples import Trajectory
@@ -76,6 +78,37 @@ def check_packing(head: Head) -> None:
         raise UnsupportedCapability(
             f"packing: packed sequences of {type(head.model).__name__} differ from padded ones by {off:.2g}, so they leak "
             "into each other; set packing=false."
+        )
+
+
+def share_sequences(head: Head, axis: Axis) -> None:
+    """Let the ranks of `axis` share each sequence (context parallelism), if `head` then computes what it does alone.
+
+    A collective, while `head` is still whole on every rank. Afterwards every forward pass is one too, and the gradient is
+    the sum over the ranks.
+
+    Raises:
+        ConfigError: the ranks do not divide the model's attention heads.
+        UnsupportedCapability: the model does not keep a sequence together when it is cut.
+    """
+    batch, compute_dtype = _tiny_batch(head), head.compute_dtype
+    head.compute_dtype = torch.float32
+    with torch.no_grad():
+        alone = head(batch)
+    use_ulysses(head.model, axis)
+    head.context = axis
+    head.multiple *= axis.size
+    cut = f"context_parallel_size={axis.size}: {type(head.model).__name__}, its sequences cut among the ranks,"
+    try:
+        with torch.no_grad():
+            together = head(batch)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise UnsupportedCapability(f"{cut} cannot be run ({error}); set context_parallel_size=1.") from error
+    head.compute_dtype = compute_dtype
+    off = max(float((together[name] - alone[name]).abs().max()) for name in head.outputs)
+    if not off <= 1e-3:
+        raise UnsupportedCapability(
+            f"{cut} is off by {off:.2g}: something besides attention looks at earlier tokens; set context_parallel_size=1."
         )
 
 

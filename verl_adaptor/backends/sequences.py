@@ -13,11 +13,12 @@ Only real tokens are taken from the batch, so neither layout depends on where th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from verl_adaptor.errors import BatchError, UnsupportedCapability
@@ -51,6 +52,18 @@ class Sequences:
         empty = values.new_zeros(self.places.shape)
         return empty.masked_scatter(self.places, values[self.is_real])
 
+    def widened(self, multiple: int) -> Sequences:
+        """The same, `length` padded at the right to a multiple of `multiple`, where no real token looks."""
+        missing = -self.input_ids.shape[1] % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            input_ids=pad(self.input_ids, (0, missing)),
+            position_ids=pad(self.position_ids, (0, missing)),
+            attention_mask=_widened_mask(self.attention_mask, missing),
+        )
+
     @property
     def inputs(self) -> dict[str, Tensor | AttentionMask]:
         """Keyword arguments of a transformers model."""
@@ -59,6 +72,21 @@ class Sequences:
             "position_ids": self.position_ids,
             "attention_mask": self.attention_mask,
         }
+
+
+def _widened_mask(mask: AttentionMask, missing: int) -> AttentionMask:
+    if isinstance(mask, dict):
+        return {kind: _widened_4d(part, missing) for kind, part in mask.items()}
+    return pad(mask, (0, missing)) if mask.ndim == 2 else _widened_4d(mask, missing)
+
+
+def _widened_4d(mask: Tensor, missing: int) -> Tensor:
+    """A padding token sees itself: one that sees nothing at all could be NaN, which 0 times does not take away."""
+    seen, unseen = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
+    wide = pad(mask, (0, missing, 0, missing), value=unseen)
+    own = torch.arange(mask.shape[-1], wide.shape[-1], device=mask.device)
+    wide[..., own, own] = seen
+    return wide
 
 
 def padded(batch: Mapping[str, Tensor] | TensorDict) -> Sequences:
@@ -182,7 +210,7 @@ def _packed_mask(
 
 def _as_attention_wants(allowed: Tensor, config: PreTrainedConfig) -> Tensor:
     """[1, 1, N, N]: boolean for scaled_dot_product_attention, else what is added to the scores."""
-    if config._attn_implementation == "sdpa":
+    if config._attn_implementation.startswith("sdpa"):
         return allowed[None, None]
     lowest = torch.finfo(torch.float32).min
     return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, lowest)[None, None]

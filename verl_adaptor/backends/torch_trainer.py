@@ -9,7 +9,7 @@ methods that touch tensors.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,16 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from verl_adaptor import batch as batches
-from verl_adaptor.backends import checkpoint, export
+from verl_adaptor import memory
+from verl_adaptor.backends import adapters, checkpoint, export
 from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_tensors, resolve_device
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE, Head, load_head
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import check_gradients, check_packing
 from verl_adaptor.backends.world import Axis, join
-from verl_adaptor.capabilities import BackendSpec
+from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, TrainerConfig
-from verl_adaptor.errors import TrainerError
+from verl_adaptor.errors import TrainerError, UnsupportedCapability
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, LossOutput, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
 
@@ -60,6 +61,8 @@ class TorchTrainer(TrainerBackend):
 
     Master weights and optimizer state are float32; ``dtype="bfloat16"`` computes under autocast.
     """
+
+    _away: memory.Offloaded | None = None
 
     def __init__(self, path: str, config: TrainerConfig, options: Config | None, spec: BackendSpec) -> None:
         super().__init__(path, config, options, spec)
@@ -180,7 +183,17 @@ class TorchTrainer(TrainerBackend):
 
     def _export_weights(self) -> WeightUpdate:
         tensors, tied = self._tensors()
-        return export.weight_update(tensors, tied, self._version, check=partial(self._check_exported, self._version))
+        check = partial(self._check_exported, self._version)
+        return export.weight_update(tensors, tied, self._version, check=check, gather=self._exported)
+
+    def _exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Some of `_tensors` as an engine wants them: whole, adapters merged. A collective on all ranks."""
+        whole = self._gather(tensors)
+        return whole if self.head.adapters is None else self.head.adapters.merged(whole, self._gather)
+
+    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make parameters whole, under the names they are given; here they are. A collective on all ranks."""
+        return dict(tensors)
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Everything under Hugging Face names, a value head under its own."""
@@ -208,7 +221,7 @@ class TorchTrainer(TrainerBackend):
 
     def _load_checkpoint(self, folder: Path) -> None:
         with self.world.together():
-            manifest = checkpoint.read_manifest(folder, {"format": self.checkpoint_format, "head": self.config.head})
+            manifest = checkpoint.read_manifest(folder, self._kind())
             self._read_state(folder)
         self._version = int(manifest["policy_version"])
         self._changed = bool(manifest["changed_since_export"])
@@ -216,11 +229,15 @@ class TorchTrainer(TrainerBackend):
     checkpoint_format = "verl_adaptor.trainer/2"
     """Changes when another reader could misunderstand a checkpoint."""
 
+    def _kind(self) -> dict[str, Any]:
+        """What a checkpoint and the trainer that loads it must have in common; with adapters, their base too."""
+        adapters = None if self.head.adapters is None else self.head.adapters.facts
+        return {"format": self.checkpoint_format, "head": self.config.head, "adapters": adapters}
+
     def _facts(self) -> dict[str, Any]:
         """What the manifest says besides the list of files. No random state: training draws no random number."""
         return {
-            "format": self.checkpoint_format,
-            "head": self.config.head,
+            **self._kind(),
             "policy_version": self._version,
             "changed_since_export": self._changed,
             "optimizer_steps": 0 if self.optimizer is None else self.optimizer.steps,
@@ -247,10 +264,11 @@ class TorchTrainer(TrainerBackend):
                 tensor.copy_(saved[name])
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers under the module's own names, tied memory once."""
+        """Parameters and persistent buffers under the module's own names, tied memory once; without an adapters' base."""
         parameters = {name: p.detach() for name, p in self.head.named_parameters()}
         kept = self.head.state_dict().keys()
-        return parameters | {name: buffer for name, buffer in self.head.named_buffers() if name in kept}
+        tensors = parameters | {name: buffer for name, buffer in self.head.named_buffers() if name in kept}
+        return tensors if self.head.adapters is None else adapters.without_base(tensors)
 
     def save_pretrained(self, folder: Path) -> None:
         """A folder that plain transformers opens, with tokenizer and generation config; a value head lies beside it.
@@ -265,8 +283,8 @@ class TorchTrainer(TrainerBackend):
                 self._write_pretrained(partial_folder, tensors, value_head)
 
     def _whole_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The model's tensors under Hugging Face names and the value head's; needed on the first rank only."""
-        return named_tensors(self.head.model)[0], self._value_head()
+        """The model's tensors under Hugging Face names, adapters merged, and the value head's; needed on the first rank."""
+        return self._exported(named_tensors(self.head.model)[0]), self._value_head()
 
     def _write_pretrained(self, folder: Path, tensors: Mapping[str, Tensor], value_head: Mapping[str, Tensor]) -> None:
         """Weights in float32; config, tokenizer and code as in the folder that the model came from."""
@@ -287,9 +305,56 @@ class TorchTrainer(TrainerBackend):
             for code in Path(self.path).glob("*.py"):
                 shutil.copy2(code, folder)
 
+    def _save_adapter(self, folder: Path) -> None:
+        own = self.head.adapters
+        if own is None:
+            raise self._unsupported(Capability.LORA)
+        tensors, value_head = self._gather(own.tensors()), self._value_head()
+        with checkpoint.whole_folder(folder, marker=adapters.MARKER, world=self.world) as partial_folder:
+            if self.world.is_first:
+                own.write(partial_folder, tensors, self.path)
+                if value_head:
+                    save_file(dict(value_head), partial_folder / VALUE_HEAD_FILE)
+
+    # -- memory and views ----------------------------------------------------------------------------------------
+
+    def reference(self) -> TrainerBackend:
+        """See `TrainerBackend.reference`."""
+        self._check_open()
+        if self.config.head != "policy":
+            raise UnsupportedCapability("a critic has no reference policy; ask the actor for one.")
+        if self.head.adapters is not None:
+            return adapters.ReferenceView(self, self.head.adapters)
+        config = self.config.replace(trainable=False, activation_checkpointing=False)
+        return type(self)(self.path, config, self.options, self.spec)
+
+    def _offload(self, tier: str) -> None:
+        with self.world.together():
+            self._away = memory.Offloaded(self._state_tensors(), tier)
+
+    def _onload(self) -> None:
+        if self._away is not None:
+            with self.world.together():
+                self._away.restore()
+            self._away = None
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """All that this rank holds between two calls: parameters, gradients, buffers, optimizer state."""
+        for parameter in self.head.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self.head.buffers()
+        if self.optimizer is not None:
+            yield from self.optimizer.parameters.values()  # where these are not the head's own, they share its memory
+            for averages in self.optimizer.state_dict()["state"].values():
+                yield from averages.values()
+
     # -- life ----------------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
+        if self._away is not None:
+            self._away.close()
         del self.head
         self.optimizer = None
         if self.device.type == "cuda":

@@ -28,6 +28,7 @@ from verl_adaptor.cli.signals import StopSignals
 from verl_adaptor.config import EngineConfig, Recipe, TrainerConfig
 from verl_adaptor.data import open_prompts
 from verl_adaptor.errors import ConfigError, ModelError
+from verl_adaptor.execution import WorkerPool
 from verl_adaptor.factory import Plan, resolve_engine, resolve_trainer
 from verl_adaptor.objects import load_callable
 from verl_adaptor.ppo.checkpoints import Checkpoints
@@ -35,6 +36,7 @@ from verl_adaptor.ppo.evaluate import gain_interval
 from verl_adaptor.ppo.loop import PPO, train
 from verl_adaptor.ppo.reward import Reward, load_reward
 from verl_adaptor.ppo.rollout import Rollout, single_turn
+from verl_adaptor.preflight.recipe import batch_divides
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
 from verl_adaptor.tasks import Task, load_task
 from verl_adaptor.tracking import Tracker, environment, write_report
@@ -68,7 +70,7 @@ def plan(recipe: Recipe) -> Plans:
     rollout: Rollout = single_turn
     if recipe.rollout.function:
         rollout = load_callable(recipe.rollout.function, key="rollout.function")
-    return Plans(
+    plans = Plans(
         engine=resolve_engine(path, **{"seed": recipe.seed, **recipe.engine}),
         actor=trainer(max(1, of_actor)),
         critic=None if recipe.critic is None else trainer(**{**recipe.critic, "head": "value"}),
@@ -79,16 +81,30 @@ def plan(recipe: Recipe) -> Plans:
         reward=load_reward(recipe.reward, task),
         rollout=rollout,
     )
+    trainers = {"trainer": plans.actor, "critic": plans.critic}
+    problems = list(batch_divides(recipe.ppo, recipe.rollout, {name: p.config for name, p in trainers.items() if p}))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return plans
 
 
 @contextmanager
-def prepared(recipe: Recipe, output: Path, *, resume: bool) -> Iterator[tuple[PPO, dict[str, Any]]]:
-    """A run that is ready to train, and facts about its model; everything is closed at the end.
+def prepared(
+    recipe: Recipe, output: Path, *, resume: bool, workers: WorkerPool
+) -> Iterator[tuple[PPO, dict[str, Any]]]:
+    """A run that is ready to train, and facts about its model; everything but `workers` is closed at the end.
+
+    Args:
+        recipe: what to run.
+        output: the run's folder.
+        resume: go on from its newest checkpoint.
+        workers: where trainers of several ranks run; those of one layout share their ranks.
 
     Raises:
         ConfigError: the folder holds another run, or cannot be written; or anything `plan` raises.
     """
     plans = plan(recipe)
+    workers.check(p.config for p in (plans.actor, plans.critic, plans.reference) if p)
     checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
     _check_folder(recipe, output, checkpoints, resume=resume)
     with ExitStack() as stack:
@@ -124,9 +140,11 @@ def prepared(recipe: Recipe, output: Path, *, resume: bool) -> Iterator[tuple[PP
                 prompts=prompts,
                 held_out=held_out,
                 engine=engine,
-                actor=stack.enter_context(plans.actor.create(path)),
-                critic=stack.enter_context(plans.critic.create(path)) if plans.critic else None,
-                reference=stack.enter_context(plans.reference.create(path)) if plans.reference else None,
+                actor=stack.enter_context(plans.actor.create(path, workers=workers)),
+                critic=stack.enter_context(plans.critic.create(path, workers=workers)) if plans.critic else None,
+                reference=stack.enter_context(plans.reference.create(path, workers=workers))
+                if plans.reference
+                else None,
                 reward=plans.reward,
                 tracker=tracker,
                 checkpoints=checkpoints,

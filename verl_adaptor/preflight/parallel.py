@@ -26,6 +26,7 @@ def sequence_parallel_has_ranks(parallel: ParallelConfig) -> Iterator[str]:
 def divisible(model: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[str]:
     """Heads, key-value heads, layers and experts must spread evenly over their ranks.
 
+    Context-parallel ranks share a sequence by dealing out the heads in attention (DeepSpeed-Ulysses, arXiv 2309.14509).
     Frameworks pad the vocabulary to fit, and copy key-value heads where there are fewer of them than ranks: so those two
     are no problem in general, and a framework that differs has a rule of its own.
 
@@ -38,6 +39,10 @@ def divisible(model: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[st
     tensor, heads = parallel.tensor_parallel_size, text.get("num_attention_heads")
     if heads and heads % tensor:
         yield _sentence("tensor_parallel_size", tensor, "num_attention_heads", heads)
+    context = parallel.context_parallel_size
+    if heads and heads % tensor == 0 and heads // tensor % context:
+        dealt = "num_attention_heads" + (" / tensor_parallel_size" if tensor > 1 else "")
+        yield _sentence("context_parallel_size", context, dealt, heads // tensor)
     kv_heads = text.get("num_key_value_heads")
     if kv_heads and kv_heads % tensor and tensor % kv_heads:
         sentence = _sentence("tensor_parallel_size", tensor, "num_key_value_heads", kv_heads)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Support
 from verl_adaptor.config import Config, TrainerConfig
-from verl_adaptor.errors import TrainerClosed, TrainerError, UnsupportedCapability
+from verl_adaptor.errors import ConfigError, TrainerClosed, TrainerError, UnsupportedCapability, nearest
 from verl_adaptor.samples import WeightUpdate
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class LossOutput:
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Name -> (sum, weight): added up over micro-batches and ranks, then divided. So no split can change a metric."""
 
+
+TIERS = ("host", "disk")
+"""Where `TrainerBackend.offload` can move a trainer's state."""
 
 Loss = Callable[[Mapping[str, "Tensor"], "TensorDict"], LossOutput]
 """A pure, picklable function of ({log_probs, entropy} or {values}, micro-batch)."""
@@ -69,6 +72,7 @@ class TrainerBackend(abc.ABC):
         self._closed = False
         self._version = 0
         self._changed = False
+        self._tier: str | None = None
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -155,22 +159,65 @@ class TrainerBackend(abc.ABC):
     def save_pretrained(self, folder: Path) -> None:
         """A folder that plain transformers opens (the value head, where there is one, lies beside it)."""
 
+    def save_adapter(self, folder: Path) -> None:
+        """The adapters alone (``lora_rank=...``): a folder that ``peft.PeftModel.from_pretrained`` opens over the base.
+
+        Raises:
+            UnsupportedCapability: the backend has no adapters.
+            TrainerError: this trainer was made without ``lora_rank``.
+            CheckpointError: `folder` exists and holds no adapters.
+        """
+        self._check_open()
+        if self.spec.support(Capability.LORA) and self.config.lora_rank is None:
+            raise TrainerError(
+                "this trainer trains all weights and has no adapters; set lora_rank, or save_pretrained()."
+            )
+        self._save_adapter(Path(folder))
+
     # -- memory and views ----------------------------------------------------------------------------------------
 
     def offload(self, tier: str) -> None:
-        """Move weights, gradients and optimizer state to ``host`` or ``disk`` (law T6)."""
-        raise self._unsupported(Capability.OFFLOAD)
+        """Move weights, gradients and optimizer state away and give their memory back, until `onload` (law T6).
+
+        Meanwhile every call but `offload`, `onload` and `close` is refused. The same tier again does nothing.
+
+        Args:
+            tier: ``host``: the machine's memory; what is there already, on a CPU device, stays. ``disk``: an unnamed
+                file in the folder for temporary files (set ``TMPDIR`` where that one lies in memory), gone after
+                `onload`, `close` or the end of the process, however it ends.
+
+        Raises:
+            ConfigError: an unknown tier.
+            TrainerError: the disk is full; nothing was moved.
+        """
+        self._check_alive()
+        if tier not in TIERS:
+            raise ConfigError(f"tier={tier!r} is unknown; {nearest(tier, TIERS)}.")
+        if tier != self._tier:
+            self.onload()
+            self._offload(tier)
+            self._tier = tier
 
     def onload(self) -> None:
-        """Undo `offload`, bit for bit."""
-        raise self._unsupported(Capability.OFFLOAD)
+        """Undo `offload`, bit for bit; does nothing where nothing was offloaded."""
+        self._check_alive()
+        if self._tier is not None:
+            self._onload()
+            self._tier = None
 
     def rollout_engine(self) -> InferenceEngine:
         """An engine on the trainer's own weights."""
         raise self._unsupported(Capability.ROLLOUT_ENGINE)
 
     def reference(self) -> TrainerBackend:
-        """A reference policy on the trainer's own weights (adapters off)."""
+        """The policy as it was loaded: `compute_log_probs` of it, whatever has been trained since.
+
+        With adapters it is a view on this trainer's weights, adapters off: no copy; it works until this trainer is closed,
+        and closing it closes nothing else. Without, it is a frozen copy, loaded again over the same ranks.
+
+        Raises:
+            UnsupportedCapability: the backend has none, or the head is ``value``.
+        """
         raise self._unsupported(Capability.REFERENCE)
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -219,6 +266,16 @@ class TrainerBackend(abc.ABC):
     def _release(self) -> None:
         """Drop models, processes and files."""
 
+    def _save_adapter(self, folder: Path) -> None:
+        raise self._unsupported(Capability.LORA)
+
+    def _offload(self, tier: str) -> None:
+        """Nothing is offloaded now, and `tier` is one of `TIERS`."""
+        raise self._unsupported(Capability.OFFLOAD)
+
+    def _onload(self) -> None:
+        raise self._unsupported(Capability.OFFLOAD)
+
     # -- checks --------------------------------------------------------------------------------------------------
 
     def _check(self, batch: TensorDict, *, head: str, also: tuple[str, ...] = ()) -> None:
@@ -237,6 +294,11 @@ class TrainerBackend(abc.ABC):
             raise TrainerError("this trainer was made with trainable=False and has no optimizer; make it trainable.")
 
     def _check_open(self) -> None:
+        self._check_alive()
+        if self._tier is not None:
+            raise TrainerError(f"this trainer is offloaded to {self._tier}; call onload() first.")
+
+    def _check_alive(self) -> None:
         if self._closed:
             raise TrainerClosed("this trainer was closed; create a new one.")
 

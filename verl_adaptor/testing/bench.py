@@ -79,6 +79,11 @@ class Bench:
             critic.save_pretrained(folder)
         return str(folder)
 
+    def variant(self, name: str, **overrides: Any) -> str:
+        """Another model of the family, kept under `name`; overrides as `make_tiny_model` takes them."""
+        folder = self.folder / name
+        return str(folder if folder.exists() else make_tiny_model(self.family, folder, **{**self._model, **overrides}))
+
     # -- what is tested ------------------------------------------------------------------------------------------
 
     def engine(self, **settings: Any) -> InferenceEngine:

@@ -12,10 +12,13 @@ from typing import Any, get_args
 import torch
 from tensordict import TensorDict
 
+from verl_adaptor.backends.causal_lm import resolve_device
+from verl_adaptor.batch import denominators
 from verl_adaptor.capabilities import Capability, Role
 from verl_adaptor.config import LossAggregation
-from verl_adaptor.errors import CheckpointError, NonFiniteGradient, TrainerClosed
+from verl_adaptor.errors import CheckpointError, ConfigError, NonFiniteGradient, TrainerClosed, TrainerError
 from verl_adaptor.protocols import LossOutput, TrainerBackend
+from verl_adaptor.protocols.trainer import TIERS
 from verl_adaptor.testing.bench import Bench, policy_gradient, squared_error
 from verl_adaptor.testing.laws import law
 
@@ -246,15 +249,48 @@ def save_pretrained_opens_in_transformers(bench: Bench) -> None:
     refused=lambda bench: bench.trainer().offload("disk"),
 )
 def offload_is_exact(bench: Bench) -> None:
-    """Offload and onload are bit-exact, in the middle of training."""
+    """Offload and onload are bit-exact, in the middle of a mini-batch; in between nothing reads what is not there."""
+    batch = bench.batch()
+    over = denominators(batch)
     expected = run(bench.trainer(), bench, steps=4)
-    with bench.trainer() as trainer:
-        run(trainer, bench, steps=2)
-        trainer.offload("disk")
-        trainer.onload()
-        got = run(trainer, bench, steps=2)
-    assert got.losses == expected.losses[2:]
-    assert all(torch.equal(got.weights[name], tensor) for name, tensor in expected.weights.items())
+    for tier in TIERS:
+        with bench.trainer() as trainer:
+            run(trainer, bench, steps=2)
+            loss = trainer.forward_backward(batch, policy_gradient, over)["loss"]
+            for _ in range(2):  # twice is harmless
+                trainer.offload(tier)
+            refuses(TrainerError, lambda t: t.update(batch, policy_gradient), trainer)
+            refuses(TrainerError, lambda t: t.export_weights(), trainer)
+            refuses(ConfigError, lambda t: t.offload("tape"), trainer)
+            for _ in range(2):
+                trainer.onload()
+            trainer.optimizer_step()
+            got = run(trainer, bench, steps=1)
+            assert [loss, *got.losses] == expected.losses[2:], f"{tier}: training went on differently"
+        for name, tensor in expected.weights.items():
+            assert torch.equal(got.weights[name], tensor), f"{tier}: {name} differs"
+
+
+@law("T6", TRAINING, needs=(Capability.OFFLOAD,))
+def offload_gives_the_memory_back(bench: Bench) -> None:
+    """At least 80 % of weights and AdamW's averages leave the memory of the ranks' processes, or devices, and come back."""
+    folder = Path(bench.variant("large", hidden_size=512, intermediate_size=2048))
+    state = 3 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    with bench.trainer() as scales, bench.trainer(str(folder)) as trainer:
+        least = 0.8 * state / trainer.config.parallel.world_size
+        trainer.update(bench.batch(), policy_gradient)
+        for tier in TIERS if resolve_device(trainer.config.device).type == "cuda" else ("disk",):
+            before = weigh(scales, bench)
+            trainer.offload(tier)
+            away = weigh(scales, bench)
+            trainer.onload()
+            after = weigh(scales, bench)
+            assert before - away >= least, (
+                f"{tier}: {before - away:.0f} bytes a rank came back, of at least {least:.0f}"
+            )
+            assert after - away >= least, (
+                f"{tier}: {after - away:.0f} bytes a rank were taken again: the rest was not away"
+            )
 
 
 @law("T7", TRAINING)
@@ -405,3 +441,28 @@ def poisoned(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutp
     """A loss whose gradient is NaN, because of the one row with the largest advantage: on one rank of several."""
     worst = (batch["advantages"].max(-1).values == WORST)[:, None]
     return LossOutput(torch.where(worst, outputs["log_probs"] * float("nan"), outputs["log_probs"]))
+
+
+def refuses(error: type[Exception], call: Callable[[TrainerBackend], Any], trainer: TrainerBackend) -> None:
+    """`call` raises `error`, or the law is broken."""
+    try:
+        call(trainer)
+    except error:
+        return
+    raise AssertionError(f"{error.__name__} was not raised")
+
+
+def weigh(scales: TrainerBackend, bench: Bench) -> float:
+    """Bytes that a rank of `scales`, a small trainer on the same ranks, holds; the mean where there are several."""
+    batch = bench.batch()
+    return scales.forward_backward(batch, weighing, denominators(batch))["held"]
+
+
+def weighing(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+    """A loss that runs where the ranks are, and tells what their processes hold."""
+    device = outputs["log_probs"].device
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device)
+    else:
+        held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return LossOutput(0 * outputs["log_probs"], {"held": (torch.tensor(held), torch.tensor(1.0))})

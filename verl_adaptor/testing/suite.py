@@ -11,19 +11,19 @@ BackendSpec alone: a role the backend does not play is left out; a capability de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
 
-from verl_adaptor.capabilities import BackendSpec, Capability, SupportLevel
+from verl_adaptor.capabilities import BackendSpec, Capability, Role, SupportLevel
 from verl_adaptor.errors import UnsupportedCapability
 from verl_adaptor.registry import get_spec
-from verl_adaptor.testing import laws_inference, laws_pairs, laws_training
+from verl_adaptor.testing import laws_adapters, laws_inference, laws_pairs, laws_training
 from verl_adaptor.testing.bench import Bench
 from verl_adaptor.testing.laws import LAWS, Law
 
-_MODULES = (laws_inference, laws_training, laws_pairs)  # importing them fills LAWS
+_MODULES = (laws_inference, laws_training, laws_adapters, laws_pairs)  # importing them fills LAWS
 
 
 def conformance_suite(
@@ -33,6 +33,7 @@ def conformance_suite(
     model: Mapping[str, Any] | None = None,
     engine_settings: Mapping[str, Any] | None = None,
     trainer_settings: Mapping[str, Any] | None = None,
+    roles: Collection[Role] | None = None,
 ) -> type:
     """A test class with one method a law.
 
@@ -41,7 +42,8 @@ def conformance_suite(
         family: which tiny model, see `verl_adaptor.testing.models`.
         model: config keys that differ from the family's, e.g. ``{"num_hidden_layers": 4}``.
         engine_settings: given to every engine, e.g. ``{"tensor_parallel_size": 2}``.
-        trainer_settings: given to every trainer.
+        trainer_settings: given to every trainer, e.g. ``{"data_parallel_size": 2}``.
+        roles: check these roles only; None checks all that the backend plays.
     """
     spec = get_spec(backend)
 
@@ -55,7 +57,7 @@ def conformance_suite(
 
     methods: dict[str, Any] = {"setup_class": classmethod(setup_class), "teardown_class": classmethod(teardown_class)}
     for law in LAWS:
-        if set(law.roles) <= set(spec.roles):
+        if set(law.roles) <= set(spec.roles if roles is None else roles):
             methods[f"test_{law.number}_{law.name}"] = _method(law, spec)
     return type(f"Test{spec.name.title()}Conformance", (), methods)
 
@@ -91,6 +93,7 @@ def _refusals(lacking: Mapping[Capability, object]) -> Callable[[Bench], Any] | 
         Capability.ACTIVATION_CHECKPOINTING: {"activation_checkpointing": True},
         Capability.BF16: {"dtype": "bfloat16"},
         Capability.VALUE_HEAD: {"head": "value"},
+        Capability.LORA: {"lora_rank": 4},
     }
     for capability in lacking:
         if capability in asks:

@@ -1,0 +1,48 @@
+"""Megatron-Core: GPT models over tensor, pipeline, sequence, expert and data parallel ranks."""
+
+from __future__ import annotations
+
+from verl_adaptor.backends.megatron.rules import RULES
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
+from verl_adaptor.hookspecs import hookimpl
+
+_NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
+
+SPEC = BackendSpec(
+    name="megatron",
+    aliases=("megatron-core",),
+    summary="Megatron-Core, all parallel strategies, Llama, Qwen and Mistral families",
+    trainer="verl_adaptor.backends.megatron.trainer:MegatronTrainer",
+    distribution="megatron-core",
+    version_range=">=0.16,<0.17",
+    install="pip install 'megatron-core>=0.16,<0.17'",
+    trainer_options="verl_adaptor.backends.megatron.options:MegatronTrainerOptions",
+    capabilities={
+        Capability.VALUE_HEAD: FULL,
+        Capability.PACKING: FULL,
+        Capability.TOKEN_BUDGET: FULL,
+        Capability.ACTIVATION_CHECKPOINTING: FULL,
+        Capability.BF16: FULL,
+        Capability.EXACT_RESUME: FULL,
+        Capability.SAVE_PRETRAINED: FULL,
+        Capability.OFFLOAD: FULL,
+        Capability.LORA: unsupported("peft wraps transformers' layers, not Megatron's"),
+        Capability.REFERENCE: FULL,
+        Capability.ROLLOUT_ENGINE: _NOT_YET,
+        Capability.DATA_PARALLEL: FULL,
+        Capability.TENSOR_PARALLEL: FULL,
+        Capability.PIPELINE_PARALLEL: FULL,
+        Capability.SEQUENCE_PARALLEL: FULL,
+        Capability.EXPERT_PARALLEL: FULL,
+        Capability.CONTEXT_PARALLEL: unsupported("Megatron's needs Transformer Engine, and is not measured"),
+    },
+    zero_stages=(0, 1),
+    gradient_syncs=("ddp",),
+    preflight=RULES,
+)
+
+
+@hookimpl
+def verl_adaptor_backends() -> list[BackendSpec]:
+    """The ``megatron`` backend."""
+    return [SPEC]

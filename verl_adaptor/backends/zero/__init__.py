@@ -1,0 +1,50 @@
+"""DeepSpeed ZeRO: optimizer state, gradients and weights sharded over the data-parallel ranks (arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
+from verl_adaptor.hookspecs import hookimpl
+
+_NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
+
+
+@hookimpl
+def verl_adaptor_backends() -> list[BackendSpec]:
+    """The ``zero`` backend."""
+    return [
+        BackendSpec(
+            name="zero",
+            aliases=("deepspeed",),
+            summary="DeepSpeed ZeRO 0-3 on a transformers model, with offload to host memory",
+            trainer="verl_adaptor.backends.zero.trainer:ZeroTrainer",
+            distribution="deepspeed",
+            version_range=">=0.19.8,<0.20",
+            install="DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
+            trainer_options="verl_adaptor.backends.zero.options:ZeroOptions",
+            zero_stages=(0, 1, 2, 3),
+            gradient_syncs=("zero",),
+            process_effects=(
+                "torch.distributed is initialised, also for one rank, until the process ends",
+                "DeepSpeed's accelerator (CUDA or CPU) is chosen once a process",
+            ),
+            capabilities={
+                Capability.VALUE_HEAD: FULL,
+                Capability.PACKING: FULL,
+                Capability.TOKEN_BUDGET: FULL,
+                Capability.ACTIVATION_CHECKPOINTING: FULL,
+                Capability.BF16: FULL,
+                Capability.EXACT_RESUME: FULL,
+                Capability.SAVE_PRETRAINED: FULL,
+                Capability.DATA_PARALLEL: FULL,
+                Capability.CONTEXT_PARALLEL: _NOT_YET,
+                Capability.LORA: _NOT_YET,
+                Capability.OFFLOAD: _NOT_YET,
+                Capability.REFERENCE: _NOT_YET,
+                Capability.ROLLOUT_ENGINE: _NOT_YET,
+                Capability.TENSOR_PARALLEL: unsupported("ZeRO shards over data-parallel ranks; layers run whole"),
+                Capability.PIPELINE_PARALLEL: unsupported("DeepSpeed pipelines a list of layers, not a transformers model"),
+                Capability.SEQUENCE_PARALLEL: unsupported("it goes with tensor parallelism"),
+                Capability.EXPERT_PARALLEL: unsupported("ZeRO shards experts like any other weight"),
+            },
+        )
+    ]

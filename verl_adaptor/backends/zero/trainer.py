@@ -1,0 +1,142 @@
+"""The ``zero`` trainer: a transformers model in a DeepSpeed engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_adaptor.backends import checkpoint as checkpoints
+from verl_adaptor.backends import export
+from verl_adaptor.backends.adapters import without_base
+from verl_adaptor.backends.blueprint import Blueprint
+from verl_adaptor.backends.optimizer import Optimizer
+from verl_adaptor.backends.torch_trainer import TorchTrainer
+from verl_adaptor.backends.world import ensure_process_group
+from verl_adaptor.backends.zero import checkpoint, shards
+from verl_adaptor.backends.zero.engine import in_engine, make_engine, zero_stage
+from verl_adaptor.backends.zero.optimizer import EngineOptimizer, adamw
+from verl_adaptor.backends.zero.options import ZeroOptions
+
+
+class ZeroTrainer(TorchTrainer):
+    """`TorchTrainer` with optimizer state, gradients and weights sharded over the data-parallel ranks.
+
+    ``zero_stage`` 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 (the default) weights too. Without an
+    optimizer (``trainable=False``) stages 0 to 2 have nothing to shard.
+
+    bfloat16 computes under autocast: weights, their gathering and the sum of gradients stay float32.
+
+    Every rank loads the whole model before it keeps its share of it.
+
+    Raises:
+        ConfigError: other than `data_parallel_size` processes are running.
+        UnsupportedCapability: packing or activation checkpointing on a model without it.
+        ModelError: the folder holds no model that can be trained.
+        MissingGradient: activation checkpointing loses gradients of this model.
+    """
+
+    checkpoint_format = "verl_adaptor.zero/1"
+    _engine: Any = None
+
+    def _parallelize(self) -> None:
+        self._stage = zero_stage(self.config)
+        self._blueprint = Blueprint(self.head)
+        self._own = self._named_own()
+        if not self.config.trainable and self._stage < 3:
+            return
+        options = self.options if isinstance(self.options, ZeroOptions) else ZeroOptions()
+        ensure_process_group(self.device, self.config.execution.call_timeout_s)  # DeepSpeed needs one for one rank too
+        trainable = [p for p in self.head.parameters() if p.requires_grad]
+        inner = adamw(trainable, self.config) if self.config.trainable else None
+        self._engine = make_engine(self.head, inner, self.config, options, self.device)
+
+    def _make_optimizer(self) -> Optimizer:
+        return EngineOptimizer(self._engine, self.config, self.device)
+
+    # -- forward and backward ------------------------------------------------------------------------------------
+
+    def _run(self, micro: TensorDict) -> dict[str, Tensor]:
+        with in_engine(self.device):
+            outputs: dict[str, Tensor] = (self.head if self._engine is None else self._engine)(micro)
+        return outputs
+
+    def _backward(self, share: Tensor) -> None:
+        with in_engine(self.device):  # DeepSpeed takes the mean over ranks
+            self._engine.backward(share * self.world.data.size)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return self._blueprint.tensors, self._blueprint.tied
+
+    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        known = self._blueprint.pieces.keys()
+        with in_engine(self.device):
+            own = shards.whole({name: tensor for name, tensor in tensors.items() if name not in known})
+            return own | self._blueprint.gather(
+                (name for name in tensors if name in known),
+                lambda names: shards.whole({name: self._own[name] for name in names}),
+            )
+
+    def _whole_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """One bucket at a time, kept in host memory by the first rank."""
+        kept: dict[str, Tensor] = {}
+        tensors = self._blueprint.tensors
+        for names in export.bucketed({name: t.numel() * t.element_size() for name, t in tensors.items()}):
+            bucket = self._exported({name: tensors[name] for name in names})
+            if self.world.is_first:
+                kept |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
+        prefix = "value_head."
+        value_head = {n.removeprefix(prefix): kept.pop(n) for n in list(kept) if n.startswith(prefix)}
+        return kept, value_head
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _kind(self) -> dict[str, Any]:
+        """Shards fit the world and the stage that wrote them, and no other."""
+        own = {"zero_stage": self._stage, "world_size": self.world.size, "trainable": self.config.trainable}
+        return super()._kind() | own
+
+    def _write_state(self, folder: Path) -> None:
+        with in_engine(self.device):
+            if self.optimizer is not None:
+                checkpoint.write(self._engine, folder, self.optimizer.steps)
+                return
+            kept: dict[str, Tensor] = {}
+            for bucket in shards.in_buckets(self._own_tensors()):
+                kept |= {name: t.to("cpu", copy=True) for name, t in bucket.items()} if self.world.is_first else {}
+            if self.world.is_first:
+                checkpoints.write_tensors(folder, kept)
+
+    def _read_state(self, folder: Path) -> None:
+        with in_engine(self.device):
+            if isinstance(self.optimizer, EngineOptimizer):
+                self.optimizer.zero_grad()
+                self.optimizer.resume(checkpoint.read(self._engine, folder, self.world))
+                return
+            with self.world.together():
+                saved = checkpoints.read_tensors(folder, shards.shapes(self._own_tensors()))
+            shards.overwrite(self._own_tensors(), saved)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint without an optimizer holds."""
+        return self._own if self.head.adapters is None else without_base(self._own)
+
+    def _named_own(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers under the module's own names: the objects that DeepSpeed shards in place."""
+        kept = self.head.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.head.named_buffers() if name in kept}
+        return {**dict(self.head.named_parameters()), **buffers}
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        self._own = {}
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+        super()._release()

@@ -1,0 +1,58 @@
+"""`HostedTrainer`: a trainer as its `RemoteTrainer` drives it, on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl_adaptor.protocols import TrainerBackend
+
+
+class HostedTrainer:
+    """All methods of the trainer, and those whose results cannot cross as they are.
+
+    Weights are pulled bucket by bucket: every rank takes the step, because it may be a collective, and the first one
+    hands the bytes on.
+    """
+
+    def __init__(self, trainer: TrainerBackend) -> None:
+        self._trainer = trainer
+        self._exports: dict[int, Iterator[dict[str, Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def export_weights(self, export: int) -> dict[str, Any]:
+        """What a `WeightUpdate` says before its bytes move; buckets are pulled under the number `export`."""
+        update = self._trainer.export_weights()
+        self._updates = {export: update}  # an older one is stale by now, or the same
+        return {
+            "version": update.version,
+            "tensors": update.tensors,
+            "tied": dict(update.tied),
+            "fused_groups": update.fused_groups,
+        }
+
+    def open_export(self, export: int, pull: int) -> None:
+        """Begin to hand out the buckets of an export."""
+        self._exports[pull] = self._updates[export].buckets()
+
+    def next_bucket(self, pull: int) -> dict[str, Any] | None:
+        """The next bucket; None after the last."""
+        return next(self._exports[pull], None)
+
+    def close_export(self, pull: int) -> None:
+        """Stop handing out: on all ranks at the same bucket, so that no rank is left in a collective."""
+        buckets = self._exports.pop(pull, None)
+        if buckets is not None and hasattr(buckets, "close"):
+            buckets.close()
+
+    def load_checkpoint(self, folder: Path) -> int:
+        """Load, and tell the policy version."""
+        self._trainer.load_checkpoint(folder)
+        return self._trainer.policy_version
+
+    def reference(self) -> HostedTrainer:
+        """The reference policy on this trainer's weights, hosted likewise."""
+        return HostedTrainer(self._trainer.reference())

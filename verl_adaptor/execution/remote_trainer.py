@@ -1,0 +1,189 @@
+"""`RemoteTrainer`: a trainer whose ranks are processes of their own, used like one that is here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_adaptor.capabilities import BackendSpec
+from verl_adaptor.config import Config, TrainerConfig
+from verl_adaptor.errors import TrainerError, UnsupportedCapability
+from verl_adaptor.execution.group import WorkerGroup
+from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
+from verl_adaptor.samples import WeightUpdate
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a trainer is built on a rank."""
+
+    builder: str
+    """``package.module:function`` that returns a `HostedTrainer`."""
+    arguments: Mapping[str, Any]
+    """Its keyword arguments: built-ins, and a pickled spec where no package has it."""
+
+
+class RemoteTrainer(TrainerBackend):
+    """Every call runs on all ranks of a worker group; results are on the CPU, or on the batch's device.
+
+    Args:
+        path, config, options, spec: as every trainer's.
+        group: the ranks.
+        recipe: how to build the trainer there; None for a view that `reference` made.
+        owns_group: close the group with the trainer.
+        key: the object's name on the group, for a view.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: TrainerConfig,
+        options: Config | None,
+        spec: BackendSpec,
+        *,
+        group: WorkerGroup,
+        recipe: Recipe | None,
+        owns_group: bool = False,
+        key: str | None = None,
+    ) -> None:
+        super().__init__(path, config, options, spec)
+        self._group = group
+        self._recipe = recipe
+        self._owns_group = owns_group
+        self._key = key or group.new_key(f"{spec.name} {config.head} trainer")
+        self._numbers = itertools.count()
+        if recipe is not None:
+            try:
+                group.create(self._key, recipe.builder, recipe.arguments)
+            except BaseException:
+                self.close()
+                raise
+
+    def restart(self, checkpoint: Path | None = None) -> None:
+        """Build the trainer again after a `WorkerError`, in fresh processes, and load a checkpoint.
+
+        Trainers that share the ranks are lost with them: call this on each.
+
+        Args:
+            checkpoint: a folder of `save_checkpoint`; None starts from the model as it was given.
+        """
+        self._check_open()
+        if self._recipe is None:
+            raise TrainerError("a view of another trainer is not restarted; restart that, and ask it for a new view.")
+        self._group.restart()
+        self._group.drop(self._key)
+        self._group.create(self._key, self._recipe.builder, self._recipe.arguments)
+        self._version = 0
+        if checkpoint is not None:
+            self.load_checkpoint(checkpoint)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _compute_log_probs(self, batch: TensorDict) -> LogProbs:
+        found: LogProbs = self._call("compute_log_probs", batch)
+        device = batch["responses"].device
+        return LogProbs(found.log_probs.to(device), found.entropy.to(device))
+
+    def _compute_values(self, batch: TensorDict) -> Tensor:
+        values: Tensor = self._call("compute_values", batch)
+        return values.to(batch["responses"].device)
+
+    def update(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
+        """One optimizer step over one mini-batch, in one call; see `TrainerBackend.update`."""
+        self._check(batch, head=self.config.head, also=("response_mask",))
+        self._check_trainable()
+        return self._noted(self._call("update", batch, loss))
+
+    def _forward_backward(self, batch: TensorDict, loss: Loss, over: Denominators) -> dict[str, float]:
+        return self._noted(self._call("forward_backward", batch, loss, over))
+
+    def _optimizer_step(self) -> dict[str, float]:
+        return self._noted(self._call("optimizer_step"))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._group.call(self._key, method, *args)
+
+    def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
+        self._group.note(self._key, metrics)
+        return metrics
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> WeightUpdate:
+        """The weights, pulled from the ranks bucket by bucket; this process holds one bucket at a time (law T4)."""
+        self._check_open()
+        return self._export_weights()
+
+    def _export_weights(self) -> WeightUpdate:
+        export = next(self._numbers)
+        facts = self._call("export_weights", export)
+        self._version = facts["version"]
+        return WeightUpdate(buckets=partial(self._pull, export), **facts)
+
+    def _pull(self, export: int) -> Iterator[dict[str, Tensor]]:
+        pull = next(self._numbers)
+        self._check_open()
+        self._call("open_export", export, pull)
+        try:
+            while True:
+                self._check_open()
+                bucket = self._call("next_bucket", pull)
+                if bucket is None:
+                    return
+                yield bucket
+        finally:
+            if not (self._closed or self._group.broken):
+                self._call("close_export", pull)
+
+    # -- saving, memory, views -----------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, folder: Path) -> None:
+        self._call("save_checkpoint", folder)
+
+    def _load_checkpoint(self, folder: Path) -> None:
+        self._version = self._call("load_checkpoint", folder)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """A folder that plain transformers opens; a relative one is relative to this process."""
+        self._check_open()
+        self._call("save_pretrained", Path(folder))
+
+    def _save_adapter(self, folder: Path) -> None:
+        self._call("save_adapter", folder)
+
+    def _offload(self, tier: str) -> None:
+        self._call("offload", tier)
+
+    def _onload(self) -> None:
+        self._call("onload")
+
+    def reference(self) -> TrainerBackend:
+        """The backend's reference view, on the same ranks."""
+        self._check_open()
+        key = f"reference of the {self._key}"
+        self._group.derive(self._key, "reference", key)
+        config = self.config.replace(trainable=False)
+        return RemoteTrainer(self.path, config, self.options, self.spec, group=self._group, recipe=None, key=key)
+
+    def rollout_engine(self) -> Any:
+        """Not through worker processes: an engine cannot be driven over them call by call."""
+        raise UnsupportedCapability(
+            f"{self.spec.name}: the trainer's shards are in worker processes, and so would its engine be; start the script with "
+            f"torchrun --nproc-per-node={self.config.parallel.world_size}, or make an engine with create_inference_engine."
+        )
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        if self._owns_group:
+            self._group.close()
+        else:
+            self._group.drop(self._key)

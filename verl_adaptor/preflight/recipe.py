@@ -1,0 +1,37 @@
+"""Rules about a whole run, which no single backend can see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_adaptor.config import PPOConfig, RolloutConfig, TrainerConfig
+
+
+def batch_divides(ppo: PPOConfig, rollout: RolloutConfig, trainers: Mapping[str, TrainerConfig]) -> Iterator[str]:
+    """The rows of a mini-batch must spread evenly over data-parallel ranks (C29).
+
+    Args:
+        ppo: its mini_batch_size counts prompts.
+        rollout: its n makes rows of them.
+        trainers: section of the recipe -> its settings.
+
+    >>> from verl_adaptor.config import ParallelConfig, PPOConfig, RolloutConfig, TrainerConfig
+    >>> actor = TrainerConfig(parallel=ParallelConfig(data_parallel_size=3))
+    >>> [problem] = batch_divides(PPOConfig(mini_batch_size=4), RolloutConfig(n=2), {"trainer": actor})
+    >>> problem
+    'trainer.data_parallel_size=3 does not divide the 8 rows of a mini-batch (ppo.mini_batch_size=4 x rollout.n=2); \
+allowed: 1, 2, 4, 8.'
+    """
+    prompts = ppo.mini_batch_size or ppo.train_batch_size
+    rows = prompts * rollout.n
+    for section, config in trainers.items():
+        ranks = config.parallel.data_parallel_size
+        if rows % ranks:
+            allowed = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+            given = "mini_batch_size" if ppo.mini_batch_size else "train_batch_size"
+            yield (
+                f"{section}.data_parallel_size={ranks} does not divide the {rows} rows of a mini-batch (ppo.{given}={prompts} x "
+                f"rollout.n={rollout.n}); allowed: {allowed}."
+            )
