@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import multiprocessing.connection
 from collections.abc import Callable, Iterator
@@ -66,7 +67,9 @@ class Ranks:
 
 def _serve(rank: int, store: str, pipe: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    own = dist.FileStore(store, RANKS)  # a rank alone in a collective gives up before the one that waits for it
+    timeout = datetime.timedelta(seconds=TIMEOUT_S / 3)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=timeout)
     axis = Axis(rank, RANKS, dist.group.WORLD)
     while True:
         try:

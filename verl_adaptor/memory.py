@@ -89,7 +89,7 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
         storage = _local(tensor).untyped_storage()
-        if storage.nbytes():
+        if storage.nbytes() and storage.device.type != "meta":
             groups.setdefault((storage.device, storage.data_ptr()), []).append(tensor)
     return list(groups.values())
 

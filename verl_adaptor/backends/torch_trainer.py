@@ -222,6 +222,7 @@ class TorchTrainer(TrainerBackend):
     def _load_checkpoint(self, folder: Path) -> None:
         with self.world.together():
             manifest = checkpoint.read_manifest(folder, self._kind())
+        with self.world.together():  # only now: reading may be a collective
             self._read_state(folder)
         self._version = int(manifest["policy_version"])
         self._changed = bool(manifest["changed_since_export"])

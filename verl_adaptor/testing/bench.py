@@ -99,9 +99,13 @@ class Bench:
             self._shared = self.engine()
         return self._shared
 
-    def trainer(self, path: str | None = None, **settings: Any) -> TrainerBackend:
-        """A fresh trainer of the backend under test; learning rate 1e-3 unless told otherwise."""
-        settings = {**SHARE_CPUS, **self._optimizer, **self._trainer_settings, **settings}
+    def trainer(self, path: str | None = None, *, alone: bool = False, **settings: Any) -> TrainerBackend:
+        """A fresh trainer of the backend under test; learning rate 1e-3 unless told otherwise.
+
+        `alone`: on one rank, whatever layout is under test.
+        """
+        layout = {} if alone else self._trainer_settings
+        settings = {**SHARE_CPUS, **self._optimizer, **layout, **settings}
         trainer = resolve_trainer(path or self.path, self.spec.name, **settings).create(workers=WORKERS)
         self._open.append(trainer)
         return trainer

@@ -196,6 +196,24 @@ def resume_is_exact(bench: Bench) -> None:
 
 
 @law("T5", TRAINING, needs=(Capability.EXACT_RESUME,))
+def another_world_size_goes_on_or_is_refused(bench: Bench) -> None:
+    """What many ranks saved, one loads and goes on from, or says that it cannot (C11)."""
+    folder = bench.folder / "of-many-ranks"
+    with bench.trainer(**OPTIONS) as trainer:
+        ranks = trainer.config.parallel.world_size
+        run(trainer, bench, steps=2)
+        trainer.save_checkpoint(folder)
+        expected = run(trainer, bench, steps=2)
+    with bench.trainer(alone=True, **OPTIONS) as trainer:
+        try:
+            trainer.load_checkpoint(folder)
+        except CheckpointError as error:
+            assert ranks > 1 and f"world_size={ranks}" in str(error), f"refused for no reason that it names: {error}"
+        else:
+            assert_same_run(run(trainer, bench, steps=2), expected, "another world size")
+
+
+@law("T5", TRAINING, needs=(Capability.EXACT_RESUME,))
 def a_half_written_checkpoint_is_refused(bench: Bench) -> None:
     """Whatever file is missing or cut short, loading is `CheckpointError` (C12)."""
     whole = bench.folder / "whole"

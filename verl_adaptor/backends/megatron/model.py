@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,10 +73,12 @@ def transformer_config(model: PreTrainedConfig, config: TrainerConfig, place: La
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=False,
-        # in what type; what one stage sends must be what the next receives, or it reads garbage
+        # in what type: the residual stream stays float32, as under autocast, but for Transformer Engine. What one stage
+        # sends must be what the next receives, or it reads garbage
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        fp32_residual_connection=bf16 and not _engine(),
+        pipeline_dtype=torch.bfloat16 if bf16 and _engine() else torch.float32,
         attention_softmax_in_fp32=True,
         # how: plain kernels, which exist everywhere
         persist_layer_norm=False,
@@ -134,7 +137,7 @@ class Chunk(GPTModel):
         self.value_head: nn.Linear | None = None
         if self.post_process and config.head == "value":
             del self.output_layer
-            self.post_process = False  # of the GPT model alone: no output matrix. The final norm is the decoder's
+            self.post_process: bool = False  # of the GPT model alone: no output matrix. The final norm is the decoder's
             self.value_head = nn.utils.skip_init(nn.Linear, model.hidden_size, 1)
         elif self.post_process and settings.sequence_parallel:
             # its input is gathered before the predictors are picked
@@ -173,7 +176,7 @@ class _Positions(nn.Module):
 
     def __init__(self, model: PreTrainedConfig) -> None:
         super().__init__()
-        self.register_buffer("frequencies", _frequencies(model), persistent=False)
+        self.frequencies = nn.Buffer(_frequencies(model), persistent=False)
         self.positions = torch.empty(0)
         """[rows, length] of the forward pass that is about to run."""
 
@@ -195,12 +198,13 @@ class _Norm(nn.RMSNorm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.compute_dtype = config.params_dtype
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron's mark
 
     def forward(self, x: Tensor) -> Tensor:
-        """As wide as `x`, of the weight's type."""
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(self.weight.dtype)
+        """As wide as `x`, of the type that matrices compute in."""
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight, self.eps).to(self.compute_dtype)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------
@@ -211,27 +215,44 @@ def padded(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
+def _engine() -> bool:
+    """Whether the layers are Transformer Engine's."""
+    return bool(HAVE_TE) and torch.cuda.is_available()
+
+
 def _layers(settings: TransformerConfig, stretch: int | None, experts: int) -> TransformerBlockSubmodules:
     """Transformer Engine's layers where CUDA and it are there, else Megatron's plain ones with our norm."""
     kind = {"num_experts": experts or None, "moe_grouped_gemm": False, "qk_layernorm": settings.qk_layernorm}
-    if HAVE_TE and torch.cuda.is_available():
+    if _engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer, norm = get_gpt_layer_with_transformer_engine_spec(**kind), TENorm
     else:
         layer, norm = get_gpt_layer_local_spec(**kind, normalization="RMSNorm"), _Norm
-        _use_our_norm(layer)
+        _use_ours(layer)
     layer.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.arbitrary
     count = get_num_layers_to_build(settings, vp_stage=stretch)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def _use_our_norm(layer: ModuleSpec) -> None:
+def _use_ours(layer: ModuleSpec) -> None:
+    """Our norm and our addition to the residual stream, where Megatron's would be."""
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = _add_to_residual
     for name in ("q_layernorm", "k_layernorm"):
         if getattr(attention, name) is not IdentityOp:
             setattr(attention, name, _Norm)
+
+
+def _add_to_residual(*_: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Megatron's own rounds the residual stream to the type of what is added to it."""
+
+    def add(addition: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        value, bias = addition
+        return residual + (value if bias is None else value + bias)
+
+    return add
 
 
 def _leave(tensor: Tensor) -> Tensor:
@@ -270,7 +291,7 @@ def _frequencies(model: PreTrainedConfig) -> Tensor:
 
 def _check(model: PreTrainedConfig) -> None:
     """Refuse what config.json may ask for and the layers here do not do. Raises `ModelError` with all of it."""
-    allowed = {
+    allowed: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),

@@ -33,9 +33,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import checkpoint as distributed_checkpoint
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import GenerationConfig
 
 from verl_adaptor.backends import checkpoint
@@ -65,7 +65,7 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's tensors, in the format that Megatron reads."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        distributed_checkpoint.save(
+        save(
             mcore_to_pyt_state_dict(tensors, False),
             storage_writer=FileSystemWriter(checkpoint_dir),
             planner=MCoreSavePlanner(flatten_state_dict=False),

@@ -68,6 +68,7 @@ _REPLACED: dict[str, Any] = {
     "torch.cuda.Event": _NoStream,
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": _random_state,
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": _nothing,
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,  # 0.16 reads it, defined or not
 }
 
 
@@ -79,7 +80,7 @@ def active() -> Iterator[None]:
         return
     with ExitStack() as stack:
         for name, replacement in _REPLACED.items():
-            stack.enter_context(mock.patch(name, replacement))
+            stack.enter_context(mock.patch(name, replacement, create=True))
         stack.enter_context(_CudaMeansCpu())
         # its fused element-wise functions are compiled otherwise, for minutes
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -54,7 +54,7 @@ class MegatronTrainer(TrainerBackend):
     """One rank of a model that Megatron spreads over all ranks of the world.
 
     Master weights and optimizer state are float32; ``dtype="bfloat16"`` keeps a copy of the weights in bfloat16 and
-    computes with that, float32 within norms and attention's softmax.
+    computes with that; norms, attention's softmax and, without Transformer Engine, the residual stream stay float32.
 
     Raises:
         ConfigError: trainers of another layout are open in this process, or the world has another size.
@@ -208,7 +208,8 @@ class MegatronTrainer(TrainerBackend):
     def architecture(self) -> str:
         """The transformers class of what is saved: a critic's backbone has no language-model head."""
         kinds = AutoModelForCausalLM if self.config.head == "policy" else AutoModel
-        return str(kinds._model_mapping[type(self.model)].__name__)
+        kind: Any = kinds._model_mapping[type(self.model)]
+        return str(kind.__name__)
 
     @property
     def changed_since_export(self) -> bool:

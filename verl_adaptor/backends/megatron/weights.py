@@ -120,7 +120,7 @@ class Weights:
             raise ModelError(f"megatron made a parameter that no Hugging Face tensor fills: {min(unknown)}.")
         self._stage = self._stages()
 
-    def _named(self, chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named(self, chunk: Any) -> Iterator[tuple[str, nn.Parameter]]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         first_expert = layout.expert_axis().rank * self._experts_here
         for name, parameter in chunk.named_parameters():

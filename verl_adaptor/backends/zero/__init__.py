@@ -37,12 +37,14 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.SAVE_PRETRAINED: FULL,
                 Capability.DATA_PARALLEL: FULL,
                 Capability.CONTEXT_PARALLEL: _NOT_YET,
-                Capability.LORA: _NOT_YET,
-                Capability.OFFLOAD: _NOT_YET,
-                Capability.REFERENCE: _NOT_YET,
+                Capability.LORA: FULL,
+                Capability.OFFLOAD: FULL,
+                Capability.REFERENCE: FULL,
                 Capability.ROLLOUT_ENGINE: _NOT_YET,
                 Capability.TENSOR_PARALLEL: unsupported("ZeRO shards over data-parallel ranks; layers run whole"),
-                Capability.PIPELINE_PARALLEL: unsupported("DeepSpeed pipelines a list of layers, not a transformers model"),
+                Capability.PIPELINE_PARALLEL: unsupported(
+                    "DeepSpeed pipelines a list of layers, not a transformers model"
+                ),
                 Capability.SEQUENCE_PARALLEL: unsupported("it goes with tensor parallelism"),
                 Capability.EXPERT_PARALLEL: unsupported("ZeRO shards experts like any other weight"),
             },

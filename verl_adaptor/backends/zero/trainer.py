@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_adaptor.backends import adapters, export
 from verl_adaptor.backends import checkpoint as checkpoints
-from verl_adaptor.backends import export
 from verl_adaptor.backends.adapters import without_base
 from verl_adaptor.backends.blueprint import Blueprint
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.torch_trainer import TorchTrainer
 from verl_adaptor.backends.world import ensure_process_group
-from verl_adaptor.backends.zero import checkpoint, shards
+from verl_adaptor.backends.zero import checkpoint, shards, state
 from verl_adaptor.backends.zero.engine import in_engine, make_engine, zero_stage
 from verl_adaptor.backends.zero.optimizer import EngineOptimizer, adamw
 from verl_adaptor.backends.zero.options import ZeroOptions
@@ -45,7 +45,10 @@ class ZeroTrainer(TorchTrainer):
     def _parallelize(self) -> None:
         self._stage = zero_stage(self.config)
         self._blueprint = Blueprint(self.head)
-        self._own = self._named_own()
+        kept = self.head.state_dict()
+        # the objects that DeepSpeed shards in place, under the module's own names
+        self._own: dict[str, Tensor] = dict(self.head.named_parameters())
+        self._own |= {name: buffer for name, buffer in self.head.named_buffers() if name in kept}
         if not self.config.trainable and self._stage < 3:
             return
         options = self.options if isinstance(self.options, ZeroOptions) else ZeroOptions()
@@ -66,7 +69,7 @@ class ZeroTrainer(TorchTrainer):
 
     def _backward(self, share: Tensor) -> None:
         with in_engine(self.device):  # DeepSpeed takes the mean over ranks
-            self._engine.backward(share * self.world.data.size)
+            self._engine.backward(share * self.world.size)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -132,7 +135,19 @@ class ZeroTrainer(TorchTrainer):
         buffers = {name: buffer for name, buffer in self.head.named_buffers() if name in kept}
         return {**dict(self.head.named_parameters()), **buffers}
 
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        yield from state.tensors(self.head, None if self._engine is None else self._engine.optimizer)
+
     # -- life ----------------------------------------------------------------------------------------------------
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        yield from self.head.parameters()
+        yield from self.head.buffers()
+        yield from (p.ds_tensor for p in self.head.parameters() if hasattr(p, "ds_tensor"))
+        if isinstance(self.optimizer, EngineOptimizer):
+            yield from self.optimizer.tensors()
 
     def _release(self) -> None:
         self._own = {}
