@@ -207,6 +207,6 @@ def _our_errors(folder: Path) -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{folder}: a rank could not read or write its shards ({first!r}).") from error
+        raise CheckpointError(f"{folder}: shards of some rank cannot be read or written ({first!r}).") from error
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{folder}: shards cannot be read or written ({error}).") from error

@@ -37,12 +37,12 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """A stream or an event where all work is already in order."""
+    """A stream or an event where all work is already in order; what a stream records is an event."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+    def __getattr__(self, name: str) -> Callable[..., _NoStream]:
+        return lambda *_, **__: self
 
     def __enter__(self) -> _NoStream:
         return self
