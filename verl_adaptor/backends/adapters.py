@@ -48,7 +48,7 @@ def require_peft() -> Any:
         return importlib.import_module("peft")
     except ImportError as error:
         raise BackendNotInstalled(
-            f"lora_rank needs peft, which cannot be imported ({error}); install it with: pip install 'peft>=0.18', or leave "
+            f"lora_rank needs peft, which cannot be imported ({error}); install it with: pip install peft, or leave "
             "lora_rank out to train all weights."
         ) from error
 

@@ -45,9 +45,7 @@ class Blueprint:
         self.tensors = {name: torch.empty_like(view, device="meta") for name, view in named.items()}
         """By the same names, meta tensors: shapes and types."""
 
-    def gather(
-        self, names: Iterable[str], whole: Callable[[list[str]], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def gather(self, names: Iterable[str], whole: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
         """These tensors, whole.
 
         Args:
@@ -61,4 +59,4 @@ class Blueprint:
 
 def _piece(view: Tensor, names: dict[int, str], own: dict[str, Tensor]) -> Piece:
     owner = names[view.untyped_storage().data_ptr()]
-    return Piece(owner, tuple(view.shape), view.stride(), view.storage_offset() - own[owner].storage_offset())
+    return Piece(owner, tuple(view.shape), view.stride(), int(view.storage_offset() - own[owner].storage_offset()))

@@ -129,7 +129,7 @@ def ulysses_attention(
 ) -> tuple[Tensor, None]:
     """What `attend` computes on one rank, for this rank's tokens; the gradients likewise.
 
-    Key-value heads that the ranks do not divide, because they are fewer, are repeated as often as that takes.
+    Key-value heads that the ranks do not divide, as where there are fewer of them, are repeated until they do.
 
     Args:
         module: the attention layer.
@@ -159,9 +159,8 @@ def _heads_for_tokens(tensors: tuple[Tensor, ...], axis: Axis) -> list[Tensor]:
     """Each [b, heads, s / ranks, d] -> [b, heads / ranks, s, d], all in one exchange."""
     rows, _, width, _ = tensors[0].shape
     shares = [t.unflatten(1, (axis.size, -1)).permute(1, 0, 3, 2, 4) for t in tensors]
-    parcels = torch.cat(
-        [share.flatten(3) for share in shares], dim=-1
-    )  # [ranks, b, s / ranks, heads / ranks * d, summed]
+    # [ranks, b, s / ranks, heads / ranks * d of all tensors]
+    parcels = torch.cat([share.flatten(3) for share in shares], dim=-1)
     whole = exchange(parcels, axis).transpose(0, 1).reshape(rows, axis.size * width, -1)
     parts = whole.split([share.shape[3] * share.shape[4] for share in shares], dim=-1)
     return [

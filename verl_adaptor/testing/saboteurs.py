@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from verl_adaptor.backends.fsdp.trainer import FSDPTrainer
 from verl_adaptor.backends.hf.trainer import HFTrainer
-from verl_adaptor.backends.megatron import weights
+from verl_adaptor.backends.megatron import weights as packing
 from verl_adaptor.backends.megatron.trainer import MegatronTrainer
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.batch import deal, denominators
@@ -92,12 +92,13 @@ def end_to_end(parts: Any, *_: Any) -> torch.Tensor:
 
 @contextmanager
 def _packing(pack: Any) -> Iterator[None]:
-    honest = weights.pack
-    weights.pack = pack  # type: ignore[assignment]
+    module: Any = packing
+    honest = module.pack
+    module.pack = pack
     try:
         yield
     finally:
-        weights.pack = honest
+        module.pack = honest
 
 
 def saboteur(base: str, trainer: type[Any]) -> BackendSpec:

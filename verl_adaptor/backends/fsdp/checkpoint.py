@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from verl_adaptor.backends.fsdp import shards
@@ -48,7 +50,7 @@ def write(
         state |= _averages(optimizer.state_dict()["state"], parameters)
         state[STEPS] = torch.tensor(optimizer.steps)
     with _our_errors(folder):
-        dcp.save(state, storage_writer=FileSystemWriter(folder, sync_files=False))  # our caller syncs them all
+        save(state, storage_writer=FileSystemWriter(folder, sync_files=False))  # our caller syncs them all
 
 
 def read(
@@ -69,7 +71,7 @@ def read(
         state[STEPS] = torch.tensor(0)
     _check_names(folder, names, state, all_averages=optimizer is not None)
     with _our_errors(folder):
-        dcp.load(state, storage_reader=table)
+        load(state, storage_reader=table)
     if optimizer is not None:
         optimizer.load_state_dict({"steps": int(state[STEPS]), "state": _local_averages(state, optimizer)})
         optimizer.zero_grad()
@@ -205,7 +207,7 @@ def _our_errors(folder: Path) -> Iterator[None]:
     """DCP gathers what went wrong on any rank into one exception of its own."""
     try:
         yield
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{folder}: shards of some rank cannot be read or written ({first!r}).") from error
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:

@@ -50,10 +50,11 @@ def global_norm(parts: list[Tensor], counts: list[int], device: torch.device, wo
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The whole of each tensor, contiguous; a collective on all ranks."""
-    return {
-        name: (t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()).contiguous()
-        for name, t in tensors.items()
-    }
+    return {name: _whole(tensor.detach()).contiguous() for name, tensor in tensors.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def drop_unreduced(modules: Iterable[FSDPModule]) -> None:

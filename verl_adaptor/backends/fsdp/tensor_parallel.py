@@ -149,8 +149,9 @@ def _whole_sequence(norm: nn.Module, args: Any, hidden: DTensor) -> Tensor:
 
 def _share_vocabulary(head: Head, mesh: DeviceMesh, axis: Axis) -> None:
     """Slice embedding and output head; log-probs are read off the slices of the logits, which are never gathered."""
-    model, embedding = head.model, head.model.get_input_embeddings()
-    output = model.get_output_embeddings() if isinstance(head, PolicyHead) else None
+    model: Any = head.model
+    embedding: Any = model.get_input_embeddings()
+    output: Any = model.get_output_embeddings() if isinstance(head, PolicyHead) else None
     if output is not None and not isinstance(output, nn.Linear):
         raise ConfigError(
             "lora_target_modules names the output head, whose vocabulary tensor parallelism slices; leave it out."
@@ -160,7 +161,7 @@ def _share_vocabulary(head: Head, mesh: DeviceMesh, axis: Axis) -> None:
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
     if padding is not None:
         embedding.register_forward_hook(partial(_without_gradient, padding=padding))
-    if isinstance(head, PolicyHead):
+    if isinstance(head, PolicyHead) and output is not None:
         parallelize_module(output, mesh, ColwiseParallel())
         if tied:
             output.weight = embedding.weight

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -132,6 +133,9 @@ class Chunk(GPTModel):
             position_embedding_type="rope",
             vp_stage=stretch,
         )
+        for module in self.modules():
+            if isinstance(module, Router):  # it decides in float32; rounded weights would decide otherwise
+                module.weight.data = module.weight.data.float()
         self.rotary_pos_emb = _Positions(model)
         self.real_vocab_size = model.vocab_size
         self.value_head: nn.Linear | None = None

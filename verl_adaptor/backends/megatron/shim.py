@@ -58,6 +58,11 @@ def _random_state(*_: Any, **__: Any) -> Tensor:
     return torch.empty(0)
 
 
+def _as_array(tensor: Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's own leaves a tensor that is on the CPU already as it is; collectives take no tensor for a count."""
+    return tensor.numpy() if isinstance(tensor, Tensor) and as_numpy else tensor
+
+
 _REPLACED: dict[str, Any] = {
     "torch.cuda.current_device": lambda: _CPU,
     "torch.cuda.synchronize": _nothing,
@@ -68,6 +73,7 @@ _REPLACED: dict[str, Any] = {
     "torch.cuda.Event": _NoStream,
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": _random_state,
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": _nothing,
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _as_array,
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,  # 0.16 reads it, defined or not
 }
 

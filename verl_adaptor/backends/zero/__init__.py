@@ -36,7 +36,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.EXACT_RESUME: FULL,
                 Capability.SAVE_PRETRAINED: FULL,
                 Capability.DATA_PARALLEL: FULL,
-                Capability.CONTEXT_PARALLEL: _NOT_YET,
+                Capability.CONTEXT_PARALLEL: FULL,
                 Capability.LORA: FULL,
                 Capability.OFFLOAD: FULL,
                 Capability.REFERENCE: FULL,

@@ -57,7 +57,7 @@ def _join(deepspeed: Any) -> None:
     """
     if deepspeed.comm.is_initialized():
         return
-    backend = importlib.import_module("deepspeed.comm.torch")
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
     compile_op, backend.build_shm_op = backend.build_shm_op, lambda: None
     try:
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+
 from verl_adaptor.backends.optimizer import Optimizer, schedule_factor
 from verl_adaptor.backends.zero.engine import in_engine
 from verl_adaptor.config import TrainerConfig
@@ -74,12 +73,6 @@ class EngineOptimizer(Optimizer):
         if self._engine.zero_optimization():
             _drop_accumulated(self._engine.optimizer)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All that DeepSpeed's optimizer and AdamW hold, gradients included."""
-        yield from _tensors_in(vars(self._engine.optimizer))
-        yield from _tensors_in(self._engine.basic_optimizer.state)
-        yield from (p.grad for p in self.parameters.values() if p.grad is not None)
-
     def resume(self, steps: int) -> None:
         """Go on after `steps` steps, with the averages that DeepSpeed has loaded and the config's own hyperparameters."""
         self.steps = steps
@@ -109,17 +102,3 @@ def _drop_accumulated(sharded: Any) -> None:
         sharded.averaged_gradients = {}
         sharded._offload_boundary_param_ids = set()
     sharded.reset_cpu_buffers()
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers, and their gradients."""
-    if isinstance(value, Tensor):
-        yield value
-        if value.is_leaf and value.grad is not None:
-            yield value.grad
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors_in(item)

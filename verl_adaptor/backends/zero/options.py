@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-
 from verl_adaptor.config import Config
 from verl_adaptor.config.base import PositiveInt
 

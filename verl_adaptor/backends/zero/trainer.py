@@ -9,11 +9,12 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_adaptor.backends import adapters, export
 from verl_adaptor.backends import checkpoint as checkpoints
+from verl_adaptor.backends import export
 from verl_adaptor.backends.adapters import without_base
 from verl_adaptor.backends.blueprint import Blueprint
 from verl_adaptor.backends.optimizer import Optimizer
+from verl_adaptor.backends.probe import share_sequences
 from verl_adaptor.backends.torch_trainer import TorchTrainer
 from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.backends.zero import checkpoint, shards, state
@@ -23,7 +24,7 @@ from verl_adaptor.backends.zero.options import ZeroOptions
 
 
 class ZeroTrainer(TorchTrainer):
-    """`TorchTrainer` with optimizer state, gradients and weights sharded over the data-parallel ranks.
+    """`TorchTrainer` with optimizer state, gradients and weights sharded over the data- and context-parallel ranks.
 
     ``zero_stage`` 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 (the default) weights too. Without an
     optimizer (``trainable=False``) stages 0 to 2 have nothing to shard.
@@ -33,8 +34,8 @@ class ZeroTrainer(TorchTrainer):
     Every rank loads the whole model before it keeps its share of it.
 
     Raises:
-        ConfigError: other than `data_parallel_size` processes are running.
-        UnsupportedCapability: packing or activation checkpointing on a model without it.
+        ConfigError: other processes are running than the parallel sizes ask for.
+        UnsupportedCapability: packing, activation checkpointing or context parallelism on a model without it.
         ModelError: the folder holds no model that can be trained.
         MissingGradient: activation checkpointing loses gradients of this model.
     """
@@ -45,6 +46,8 @@ class ZeroTrainer(TorchTrainer):
     def _parallelize(self) -> None:
         self._stage = zero_stage(self.config)
         self._blueprint = Blueprint(self.head)
+        if self.world.context.size > 1:
+            share_sequences(self.head, self.world.context)
         kept = self.head.state_dict()
         # the objects that DeepSpeed shards in place, under the module's own names
         self._own: dict[str, Tensor] = dict(self.head.named_parameters())
@@ -68,7 +71,7 @@ class ZeroTrainer(TorchTrainer):
         return outputs
 
     def _backward(self, share: Tensor) -> None:
-        with in_engine(self.device):  # DeepSpeed takes the mean over ranks
+        with in_engine(self.device):  # DeepSpeed takes the mean over all ranks, those that share sequences included
             self._engine.backward(share * self.world.size)
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ class ZeroTrainer(TorchTrainer):
 
     def _kind(self) -> dict[str, Any]:
         """Shards fit the world and the stage that wrote them, and no other."""
-        own = {"zero_stage": self._stage, "world_size": self.world.size, "trainable": self.config.trainable}
+        own = {"world_size": self.world.size, "zero_stage": self._stage, "trainable": self.config.trainable}
         return super()._kind() | own
 
     def _write_state(self, folder: Path) -> None:
@@ -129,25 +132,10 @@ class ZeroTrainer(TorchTrainer):
         """What a checkpoint without an optimizer holds."""
         return self._own if self.head.adapters is None else without_base(self._own)
 
-    def _named_own(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers under the module's own names: the objects that DeepSpeed shards in place."""
-        kept = self.head.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.head.named_buffers() if name in kept}
-        return {**dict(self.head.named_parameters()), **buffers}
-
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _state_tensors(self) -> Iterator[Tensor]:
         yield from state.tensors(self.head, None if self._engine is None else self._engine.optimizer)
-
-    # -- life ----------------------------------------------------------------------------------------------------
-
-    def _state_tensors(self) -> Iterator[Tensor]:
-        yield from self.head.parameters()
-        yield from self.head.buffers()
-        yield from (p.ds_tensor for p in self.head.parameters() if hasattr(p, "ds_tensor"))
-        if isinstance(self.optimizer, EngineOptimizer):
-            yield from self.optimizer.tensors()
 
     def _release(self) -> None:
         self._own = {}
