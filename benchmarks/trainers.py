@@ -5,7 +5,7 @@
 Two gloo ranks, a random Llama of 19 M parameters, eight sequences of unequal length in micro-batches of two. Both sides of
 a ratio take turns step by step, in the same processes: ``fsdp_update`` is the median of the adaptor's steps over the
 median of the hand-written loop's (`benchmarks/handwritten/`), ``fsdp_spread`` the quartiles of the ratios of neighbouring
-steps. Both must first agree on loss and grad norm. ``ray_over_torchrun`` compares blocks of steps of one trainer under two
+steps, ``fsdp_cpu`` the same ratio of processor seconds. Both must first agree on loss and grad norm. ``ray_over_torchrun`` compares blocks of steps of one trainer under two
 executors, the one idle while the other runs. Limits: 1.05 and 1.10. ``*_export_gb_per_s`` pulls and copies every
 exported tensor on all ranks; ``memcpy_gb_per_s`` is the same copy without an export.
 """
@@ -27,7 +27,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from verl_adaptor.protocols import LossOutput, TrainerBackend
 from verl_adaptor.samples import Trajectory
 from verl_adaptor.testing.models import make_tiny_model
 from verl_adaptor.tracking.environment import environment
+
+T = TypeVar("T")
 
 RANKS = 2
 UPDATE_LIMIT, RAY_LIMIT = 1.05, 1.10
@@ -131,11 +133,16 @@ def compare(case: Case, path: str, pairs: int) -> dict[str, Any]:
     }
     for _ in range(WARM_UP):
         check_agreement(*(step() for step in sides.values()))
-    seconds = in_turns({side: partial(timed, step) for side, step in sides.items()}, pairs)
-    export = in_turns({name: partial(timed, way) for name, way in export_ways(trainer).items()}, 5)
+    turns = in_turns({side: partial(timed, step) for side, step in sides.items()}, pairs)
+    exports = in_turns({name: partial(timed, way) for name, way in export_ways(trainer).items()}, 5)
     size = sum(t.numel() * t.element_size() for bucket in trainer.export_weights().buckets() for t in bucket.values())
     trainer.close()
-    return {"seconds": seconds, "export_seconds": export, "export_bytes": size}
+    return {
+        "seconds": {side: [wall for wall, _ in runs] for side, runs in turns.items()},
+        "cpu_seconds": {side: [cpu for _, cpu in runs] for side, runs in turns.items()},
+        "export_seconds": {way: [wall for wall, _ in runs] for way, runs in exports.items()},
+        "export_bytes": size,
+    }
 
 
 def check_agreement(ours: tuple[float, float], theirs: tuple[float, float]) -> None:
@@ -145,13 +152,14 @@ def check_agreement(ours: tuple[float, float], theirs: tuple[float, float]) -> N
             raise RuntimeError(f"the two sides disagree on the {name}: {mine} and {other} by hand.")
 
 
-def timed(step: Callable[[], object]) -> float:
-    """Seconds until the last rank is through."""
+def timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds until the last rank is through, and processor seconds of all ranks, which other jobs disturb less."""
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     step()
-    dist.barrier()
-    return time.perf_counter() - start
+    used = torch.tensor(time.process_time() - busy, dtype=torch.float64)
+    dist.all_reduce(used)
+    return time.perf_counter() - start, used.item()
 
 
 def export_ways(trainer: TrainerBackend) -> dict[str, Callable[[], None]]:
@@ -263,9 +271,9 @@ def measure_ray(name: str, path: str, blocks: int, steps: int = 3) -> dict[str, 
     return seconds
 
 
-def in_turns(ways: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+def in_turns(ways: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
     """What each way returns in each turn, in an order that is the same on all ranks, and nobody always after another."""
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    found: dict[str, list[T]] = {way: [] for way in ways}
     order = random.Random(0)
     for _ in range(turns):
         for way in order.sample(list(ways), len(ways)):
@@ -320,7 +328,8 @@ def summary(runs: Mapping[str, Any], executors: Mapping[str, list[float]]) -> di
     within = []
     for name, run in runs.items():
         value, spread = ratio(run["seconds"]["adaptor"], run["seconds"]["handwritten"])
-        result |= {f"{name}_update": value, f"{name}_spread": spread}
+        cpu, _ = ratio(run["cpu_seconds"]["adaptor"], run["cpu_seconds"]["handwritten"])
+        result |= {f"{name}_update": value, f"{name}_spread": spread, f"{name}_cpu": cpu}
         within.append(value <= UPDATE_LIMIT)
     if executors:
         value, spread = ratio(executors["ray"], executors["torchrun"])

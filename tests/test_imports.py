@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "weights": GIVEN,
     "memory": GIVEN,
     "tracking": GIVEN,
-    "execution": GIVEN,
+    "execution": GIVEN | {"capabilities"},  # a trainer elsewhere shows its spec here
     "ppo": GIVEN | {"weights", "data", "tasks", "tracking"},
     "backends": DOMAIN | {"hookspecs", "weights", "memory"},
     "factory": BASE | {"protocols", "registry", "preflight", "execution"},

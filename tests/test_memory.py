@@ -61,11 +61,16 @@ def test_what_was_mapped_from_a_file_leaves_too(tmp_path: Path) -> None:
     save_file({"w": torch.arange(1000.0)}, tmp_path / "w.safetensors")
     parameter = nn.Parameter(load_file(tmp_path / "w.safetensors")["w"])
     mapped = torch.from_file(str(tmp_path / "w.safetensors"), size=100, dtype=torch.uint8)
-    assert not mapped.untyped_storage().resizable()
-    first = mapped.clone()
-    away = Offloaded([parameter, mapped, mapped[10:20]], "disk")
-    assert sizes(parameter, mapped) == [0, 0]
+    view, first = mapped[10:20], mapped.clone()
+    parameter.detach().numpy()  # after this, torch does not resize it either
+    assert not mapped.untyped_storage().resizable() and not parameter.untyped_storage().resizable()
+    away = Offloaded([parameter, mapped], "disk")
+    facts = sizes(parameter, mapped, view)
     away.restore()
+    assert facts == [0, 0, 0]
+    mapped += 1
+    assert torch.equal(view, first[10:20] + 1), "a view that nobody named stayed behind"
+    mapped -= 1
     assert torch.equal(parameter, torch.arange(1000.0)) and torch.equal(mapped, first)
     (parameter * 2).sum().backward()
     assert parameter.grad is not None

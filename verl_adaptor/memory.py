@@ -5,26 +5,29 @@ tensor object changes, so that views, ties, optimizer state and the shards of an
 everyone who holds them. Until they are back, reading such a tensor reads memory that is gone: `TrainerBackend` refuses
 every call meanwhile.
 
-A storage whose memory is not torch's own (mapped from a file, as weights that were just loaded; shown to NumPy) cannot
-be resized: there the tensors given, and no other view of theirs, are moved over to one that can.
+A storage whose memory is not torch's own (mapped from a file, as weights that were just loaded; once shown to NumPy)
+cannot be resized: all tensors of the process that lie in it are moved over to one that can.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
 from verl_adaptor.errors import TrainerError
 
 _CHUNK = 64 << 20
 """Bytes of a device's memory that pass through the host at a time."""
+Place = tuple[torch.device, int]
+"""Where a storage begins."""
 
 
 class Offloaded:
@@ -39,19 +42,17 @@ class Offloaded:
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor], tier: str) -> None:
-        found = _by_storage(tensors)
         on_disk = tier == "disk"
-        moving = [group for group in found if on_disk or group[0].device.type != "cpu"]
-        sources = [_local(group[0]).untyped_storage() for group in moving]
+        sources = [s for s in _storages(tensors) if on_disk or s.device.type != "cpu"]
         self._sizes = [storage.nbytes() for storage in sources]
         _synchronize(sources)
         self._file = _written(sources) if on_disk else None
         self._copies = [] if on_disk else [_bytes(storage).cpu() for storage in sources]
-        self._storages = [_resizable(s, group) for s, group in zip(sources, moving, strict=True)]
+        self._storages = _resizable(sources)
         del sources
         for storage in self._storages:  # only now: until here a failure has cost nothing
             storage.resize_(0)
-        _trim(self._storages)
+        trim()
 
     @property
     def nbytes(self) -> int:
@@ -80,29 +81,48 @@ class Offloaded:
             self._file.close()
 
 
+def trim() -> None:
+    """Hand freed memory on to other processes: neither torch's CUDA allocator nor glibc's does so by itself."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors that hold anything, those over one storage together."""
-    groups: dict[tuple[torch.device, int], list[Tensor]] = {}
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """The distinct storages that hold anything."""
+    found: dict[Place, UntypedStorage] = {}
     for tensor in tensors:
         storage = _local(tensor).untyped_storage()
         if storage.nbytes() and storage.device.type != "meta":
-            groups.setdefault((storage.device, storage.data_ptr()), []).append(tensor)
-    return list(groups.values())
+            found.setdefault(_place(storage), storage)
+    return list(found.values())
 
 
-def _resizable(storage: UntypedStorage, tensors: list[Tensor]) -> UntypedStorage:
-    """`storage`; or, where torch does not own its memory, a new one beneath `tensors`, not filled yet."""
-    if storage.resizable():
-        return storage
-    own = UntypedStorage(storage.nbytes(), device=storage.device)
-    for tensor in map(_local, tensors):
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, *place)
-    return own
+def _place(storage: UntypedStorage) -> Place:
+    return storage.device, storage.data_ptr()
+
+
+def _resizable(storages: list[UntypedStorage]) -> list[UntypedStorage]:
+    """The same; or, where torch does not own the memory, a new one beneath the same tensors, not filled yet."""
+    fixed = {_place(s): UntypedStorage(s.nbytes(), device=s.device) for s in storages if not s.resizable()}
+    for tensor in _living_tensors() if fixed else ():
+        own = fixed.get(_place(tensor.untyped_storage()))
+        if own is not None:
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, *place)
+    return [fixed.get(_place(storage), storage) for storage in storages]
+
+
+def _living_tensors() -> Iterator[Tensor]:
+    """All tensors that Python knows of; a DTensor's part is one of its own."""
+    for found in gc.get_objects():
+        if type(found) in (Tensor, nn.Parameter, nn.Buffer) and found.layout == torch.strided:
+            yield found
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
@@ -148,11 +168,3 @@ def _read(file: Any, into: Tensor) -> None:
 def _synchronize(storages: list[UntypedStorage]) -> None:
     for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
         torch.cuda.synchronize(device)
-
-
-def _trim(storages: list[UntypedStorage]) -> None:
-    """Hand freed memory on to other processes: neither torch's CUDA allocator nor glibc's does so by itself."""
-    if any(storage.device.type == "cuda" for storage in storages):
-        torch.cuda.empty_cache()
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)

@@ -23,8 +23,6 @@ def build(path: str, data: Mapping[str, Tensor]) -> task.Step:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global count already
-    model.set_force_sum_reduction_for_comms(True)  # gloo has no other
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.LEARNING_RATE, weight_decay=task.WEIGHT_DECAY, fused=True)
 
     def step() -> tuple[float, float]:
@@ -35,7 +33,7 @@ def build(path: str, data: Mapping[str, Tensor]) -> task.Step:
             model.set_is_last_backward(micro is micros[-1])
             logits = model(**micro.inputs, logits_to_keep=micro.predictors, use_cache=False).logits
             loss = task.policy_loss(logits, micro, tokens)
-            loss.backward()
+            (loss * ranks).backward()  # FSDP takes the mean over ranks
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), task.MAX_GRAD_NORM)
         optimizer.step()

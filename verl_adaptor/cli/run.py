@@ -23,6 +23,7 @@ import torch
 import yaml
 
 from verl_adaptor.backends.causal_lm import load_tokenizer, pad_token_id
+from verl_adaptor.capabilities import Capability
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.cli.signals import StopSignals
 from verl_adaptor.config import EngineConfig, Recipe, TrainerConfig
@@ -43,6 +44,8 @@ from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
 
 TrainerPlan = Plan[TrainerBackend, TrainerConfig]
+NO_ADAPTERS = dict.fromkeys(("lora_rank", "lora_alpha", "lora_target_modules"))
+"""What a reference does not inherit from the actor: it is the model as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,9 @@ class Plans:
     actor: TrainerPlan
     critic: TrainerPlan | None
     reference: TrainerPlan | None
+    """A model of its own; None where there is none, or the actor's adapters, switched off, are enough."""
+    reference_is_view: bool
+    """Whether the actor is asked for it: `TrainerBackend.reference`."""
     task: Task | None
     reward: Reward
     rollout: Rollout
@@ -66,17 +72,22 @@ def plan(recipe: Recipe) -> Plans:
     def trainer(total_steps: int = steps, **settings: Any) -> TrainerPlan:
         return resolve_trainer(path, **{"seed": recipe.seed, "total_steps": total_steps, **recipe.trainer, **settings})
 
+    actor = trainer(max(1, of_actor))
+    needs_reference = recipe.ppo.kl.where != "none"
+    has_view = actor.config.lora_rank is not None and bool(actor.spec.support(Capability.REFERENCE))
+    is_view = needs_reference and has_view and not recipe.reference  # settings of its own ask for a model of its own
     task = load_task(recipe.data.task, recipe.data.args) if recipe.data.task else None
     rollout: Rollout = single_turn
     if recipe.rollout.function:
         rollout = load_callable(recipe.rollout.function, key="rollout.function")
     plans = Plans(
         engine=resolve_engine(path, **{"seed": recipe.seed, **recipe.engine}),
-        actor=trainer(max(1, of_actor)),
+        actor=actor,
         critic=None if recipe.critic is None else trainer(**{**recipe.critic, "head": "value"}),
-        reference=None
-        if recipe.ppo.kl.where == "none"
-        else trainer(**{**recipe.reference, "trainable": False, "activation_checkpointing": False}),
+        reference=trainer(**{**NO_ADAPTERS, **recipe.reference, "trainable": False, "activation_checkpointing": False})
+        if needs_reference and not is_view
+        else None,
+        reference_is_view=is_view,
         task=task,
         reward=load_reward(recipe.reward, task),
         rollout=rollout,
@@ -130,6 +141,7 @@ def prepared(
         start = prompts.state_dict()
         next(prompts)  # there is one to train on, beside the held-out ones
         prompts.load_state_dict(start)
+        actor = stack.enter_context(plans.actor.create(path, workers=workers))
         run = (
             PPO(
                 config=recipe.ppo,
@@ -140,11 +152,9 @@ def prepared(
                 prompts=prompts,
                 held_out=held_out,
                 engine=engine,
-                actor=stack.enter_context(plans.actor.create(path, workers=workers)),
+                actor=actor,
                 critic=stack.enter_context(plans.critic.create(path, workers=workers)) if plans.critic else None,
-                reference=stack.enter_context(plans.reference.create(path, workers=workers))
-                if plans.reference
-                else None,
+                reference=_reference(plans, actor, path, workers, stack),
                 reward=plans.reward,
                 tracker=tracker,
                 checkpoints=checkpoints,
@@ -188,6 +198,15 @@ def run_to_end(run: PPO, recipe: Recipe, output: Path, facts: dict[str, Any]) ->
     if recipe.tracking.report:
         write_report(output)
     return summary
+
+
+def _reference(
+    plans: Plans, actor: TrainerBackend, path: str, workers: WorkerPool, stack: ExitStack
+) -> TrainerBackend | None:
+    """The actor with its adapters off, a model of its own, or None; closed with `stack`."""
+    if plans.reference_is_view:
+        return stack.enter_context(actor.reference())
+    return stack.enter_context(plans.reference.create(path, workers=workers)) if plans.reference else None
 
 
 def _room_for_prompts(recipe: Recipe, engine: InferenceEngine) -> int:

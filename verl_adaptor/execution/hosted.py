@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl_adaptor.errors import TrainerError
 from verl_adaptor.protocols import TrainerBackend
+from verl_adaptor.samples import WeightUpdate
 
 
 class HostedTrainer:
@@ -18,15 +20,15 @@ class HostedTrainer:
 
     def __init__(self, trainer: TrainerBackend) -> None:
         self._trainer = trainer
-        self._exports: dict[int, Iterator[dict[str, Any]]] = {}
+        self._update: WeightUpdate | None = None
+        self._pulls: dict[int, Iterator[dict[str, Any]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def export_weights(self, export: int) -> dict[str, Any]:
-        """What a `WeightUpdate` says before its bytes move; buckets are pulled under the number `export`."""
-        update = self._trainer.export_weights()
-        self._updates = {export: update}  # an older one is stale by now, or the same
+    def export_weights(self) -> dict[str, Any]:
+        """What a `WeightUpdate` says before its bytes move."""
+        self._update = update = self._trainer.export_weights()
         return {
             "version": update.version,
             "tensors": update.tensors,
@@ -34,17 +36,19 @@ class HostedTrainer:
             "fused_groups": update.fused_groups,
         }
 
-    def open_export(self, export: int, pull: int) -> None:
-        """Begin to hand out the buckets of an export."""
-        self._exports[pull] = self._updates[export].buckets()
+    def open_export(self, version: int, pull: int) -> None:
+        """Begin to hand out the buckets of a version, under the number `pull`. Raises `TrainerError` for a stale one."""
+        if self._update is None or self._update.version != version:
+            raise TrainerError(f"the weights of policy version {version} are gone; export again.")
+        self._pulls[pull] = self._update.buckets()
 
     def next_bucket(self, pull: int) -> dict[str, Any] | None:
         """The next bucket; None after the last."""
-        return next(self._exports[pull], None)
+        return next(self._pulls[pull], None)
 
     def close_export(self, pull: int) -> None:
         """Stop handing out: on all ranks at the same bucket, so that no rank is left in a collective."""
-        buckets = self._exports.pop(pull, None)
+        buckets = self._pulls.pop(pull, None)
         if buckets is not None and hasattr(buckets, "close"):
             buckets.close()
 

@@ -59,7 +59,7 @@ class RemoteTrainer(TrainerBackend):
         self._recipe = recipe
         self._owns_group = owns_group
         self._key = key or group.new_key(f"{spec.name} {config.head} trainer")
-        self._numbers = itertools.count()
+        self._pulls = itertools.count()
         if recipe is not None:
             try:
                 group.create(self._key, recipe.builder, recipe.arguments)
@@ -75,13 +75,13 @@ class RemoteTrainer(TrainerBackend):
         Args:
             checkpoint: a folder of `save_checkpoint`; None starts from the model as it was given.
         """
-        self._check_open()
+        self._check_alive()
         if self._recipe is None:
             raise TrainerError("a view of another trainer is not restarted; restart that, and ask it for a new view.")
         self._group.restart()
         self._group.drop(self._key)
         self._group.create(self._key, self._recipe.builder, self._recipe.arguments)
-        self._version = 0
+        self._version, self._tier = 0, None
         if checkpoint is not None:
             self.load_checkpoint(checkpoint)
 
@@ -123,15 +123,14 @@ class RemoteTrainer(TrainerBackend):
         return self._export_weights()
 
     def _export_weights(self) -> WeightUpdate:
-        export = next(self._numbers)
-        facts = self._call("export_weights", export)
+        facts = self._call("export_weights")
         self._version = facts["version"]
-        return WeightUpdate(buckets=partial(self._pull, export), **facts)
+        return WeightUpdate(buckets=partial(self._pull, self._version), **facts)
 
-    def _pull(self, export: int) -> Iterator[dict[str, Tensor]]:
-        pull = next(self._numbers)
+    def _pull(self, version: int) -> Iterator[dict[str, Tensor]]:
+        pull = next(self._pulls)
         self._check_open()
-        self._call("open_export", export, pull)
+        self._call("open_export", version, pull)
         try:
             while True:
                 self._check_open()
@@ -168,9 +167,9 @@ class RemoteTrainer(TrainerBackend):
     def reference(self) -> TrainerBackend:
         """The backend's reference view, on the same ranks."""
         self._check_open()
-        key = f"reference of the {self._key}"
+        key = self._group.new_key(f"reference of the {self._key}")
         self._group.derive(self._key, "reference", key)
-        config = self.config.replace(trainable=False)
+        config = self.config.replace(trainable=False, lora_rank=None, lora_alpha=None, lora_target_modules=None)
         return RemoteTrainer(self.path, config, self.options, self.spec, group=self._group, recipe=None, key=key)
 
     def rollout_engine(self) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,15 @@ from typing import Any
 
 from verl_adaptor.config import ExecutionConfig, TrainerConfig
 from verl_adaptor.errors import TrainerError, WorkerError, WorkerTimeout
-from verl_adaptor.execution.group import Outcome, Silent, WorkerGroup, Workers, grace, outcome
+from verl_adaptor.execution.group import Died, Outcome, Silent, WorkerGroup, Workers, grace, outcome
 from verl_adaptor.execution.pool import WorkerPool, choose_executor
 from verl_adaptor.execution.worker import Request, Worker
 
 PIECE = 4 << 20
 """Bytes of one store entry: the store refuses more than 8 MiB."""
 END = "end"
+_LOST = re.compile(r"connection (reset|closed)|broken pipe", re.IGNORECASE)
+"""What a collective says here when a peer's process is gone: with it the peer that does not reply is dead, not late."""
 JOIN_S = 300.0
 """Longest wait for the store of the rendezvous."""
 
@@ -170,7 +173,9 @@ class _TorchrunWorkers(Workers):
         replies = {0: own, **self._channel.replies(peers, max(left, PING_S))}
         if len(replies) == self.world_size:
             self._channel.forget(peers)
-        return [outcome(replies[rank]) if rank in replies else Silent("") for rank in range(self.world_size)]
+        lost = own[0] != "answer" and _LOST.search(own[2])
+        missing: Outcome = Died("its connection is gone: killed, out of memory, or crashed") if lost else Silent("")
+        return [outcome(replies[rank]) if rank in replies else missing for rank in range(self.world_size)]
 
     def stop(self) -> None:
         """Peers out of step are past help; they end with `end`, or by torchrun, which ends all when one has failed."""

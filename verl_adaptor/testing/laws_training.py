@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from verl_adaptor.batch import denominators
 from verl_adaptor.capabilities import Capability, Role
 from verl_adaptor.config import LossAggregation
 from verl_adaptor.errors import CheckpointError, ConfigError, NonFiniteGradient, TrainerClosed, TrainerError
+from verl_adaptor.memory import trim
 from verl_adaptor.protocols import LossOutput, TrainerBackend
 from verl_adaptor.protocols.trainer import TIERS
 from verl_adaptor.testing.bench import Bench, policy_gradient, squared_error
@@ -36,12 +38,12 @@ WORST = 7.0
 @law("T1", TRAINING)
 def log_probs_are_the_oracles(bench: Bench) -> None:
     """Log-probs equal the oracle's whatever the padding side and micro-batch size (C02, C07, C16)."""
-    for temperature in (1.0, 0.6):
-        batch = bench.batch(temperature=temperature)
-        truth = oracle_log_probs(bench, batch, temperature)
-        mask = response_tokens(batch)
-        for settings in SPLITS:
-            with bench.trainer(**settings) as trainer:
+    batches = {temperature: bench.batch(temperature=temperature) for temperature in (1.0, 0.6)}
+    truths = {t: oracle_log_probs(bench, batch, t) for t, batch in batches.items()}
+    for settings in SPLITS:
+        with bench.trainer(**settings) as trainer:
+            for temperature, batch in batches.items():
+                truth, mask = truths[temperature], response_tokens(batch)
                 for padded in (batch, extra_padding(batch)):
                     got = trainer.compute_log_probs(padded).log_probs[:, : truth.shape[1]]
                     gap = float((got - truth)[mask].abs().max())
@@ -143,10 +145,9 @@ def the_five_aggregations(bench: Bench) -> None:
         per_token = -probe.compute_log_probs(batch).log_probs * batch["advantages"]
     for mode in get_args(LossAggregation):
         expected = aggregated(per_token, batch["response_mask"], mode)
-        for settings in SPLITS[1:]:
-            with bench.trainer(loss_aggregation=mode, **settings) as trainer:
-                got = trainer.update(batch, policy_gradient)["loss"]
-            assert abs(got - expected) <= LOSS * max(1.0, abs(expected)), f"{mode}, {settings}: {got} for {expected}"
+        with bench.trainer(loss_aggregation=mode, micro_batch_size=4) as trainer:  # of 6 rows: uneven
+            got = trainer.update(batch, policy_gradient)["loss"]
+        assert abs(got - expected) <= LOSS * max(1.0, abs(expected)), f"{mode}: {got} for {expected}"
 
 
 @law("T4", TRAINING)
@@ -479,6 +480,8 @@ def weigh(scales: TrainerBackend, bench: Bench) -> float:
 def weighing(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
     """A loss that runs where the ranks are, and tells what their processes hold."""
     device = outputs["log_probs"].device
+    gc.collect()
+    trim()  # what is freed and kept for later is held by nobody
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device)
     else:

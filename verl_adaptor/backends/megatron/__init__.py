@@ -36,6 +36,10 @@ SPEC = BackendSpec(
         Capability.EXPERT_PARALLEL: FULL,
         Capability.CONTEXT_PARALLEL: unsupported("Megatron's needs Transformer Engine, and is not measured"),
     },
+    process_effects=(
+        "torch.distributed is initialised, also for one rank, until the process ends",
+        "torch.load(weights_only=True) may build some classes of megatron-core's checkpoints",
+    ),
     zero_stages=(0, 1),
     gradient_syncs=("ddp",),
     preflight=RULES,

@@ -88,6 +88,8 @@ def _initialise(layout: Layout, timeout_s: float) -> None:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         expert_model_parallel_size=layout.expert,
+        # whole experts on a rank: cut ones gather unequal numbers of tokens, which gloo cannot
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
         create_gloo_process_groups=True,  # the distributed optimizer gathers its checkpoints over them
     )
@@ -103,11 +105,6 @@ def _initialise(layout: Layout, timeout_s: float) -> None:
 def tensor_axis() -> Axis:
     """The ranks that share each matrix, and the vocabulary."""
     return _axis(parallel_state.get_tensor_model_parallel_group())
-
-
-def expert_tensor_axis() -> Axis:
-    """The ranks that share each expert's matrices."""
-    return _axis(parallel_state.get_expert_tensor_parallel_group())
 
 
 def pipeline_axis() -> Axis:

@@ -69,6 +69,7 @@ def transformer_config(model: PreTrainedConfig, config: TrainerConfig, place: La
         pipeline_model_parallel_size=place.pipeline,
         virtual_pipeline_model_parallel_size=place.virtual_pipeline if interleaved else None,
         expert_model_parallel_size=place.expert,
+        expert_tensor_parallel_size=1,
         sequence_parallel=config.parallel.sequence_parallel,
         # the two go together: anything else gives silently wrong losses when interleaved
         overlap_p2p_comm=interleaved,

@@ -142,14 +142,14 @@ class MegatronOptimizer:
     def _held(self, parameter: nn.Parameter) -> tuple[dict[str, Tensor], slice]:
         """This rank's part of a parameter's state, and where it lies in the flat parameter; empty if it has none."""
         for part in self.inner.chained_optimizers:
+            master, where = getattr(parameter, "main_param", parameter), slice(None)
             if isinstance(part, DistributedOptimizer):
-                if parameter in part.model_param_gbuf_map:
-                    span = part._get_model_param_range_map(parameter)["param"]
-                    return part._get_main_param_and_optimizer_states(parameter), slice(span.start, span.end)
-                continue
-            master = getattr(parameter, "main_param", parameter)
-            if master in part.optimizer.state:
-                return {"param": master, **part.optimizer.state[master]}, slice(None)
+                if parameter not in part.model_param_gbuf_map:
+                    continue
+                span = part._get_model_param_range_map(parameter)["param"]
+                master, where = _shards(part)[parameter], slice(span.start, span.end)
+            if part.optimizer is not None and master in part.optimizer.state:
+                return {"param": master, **part.optimizer.state[master]}, where
         return {}, slice(0)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -160,6 +160,20 @@ class MegatronOptimizer:
         for part in self.inner.chained_optimizers:
             for master, state in part.optimizer.state.items() if part.optimizer is not None else ():
                 yield from (master, *(value for value in state.values() if value.ndim))
+
+
+def _shards(part: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
+    """Parameter -> this rank's flat float32 shard of it. (Megatron's own look-up errs where types are mixed.)"""
+    pairs = (
+        (part.model_fp32_groups, part.shard_fp32_groups),
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+    )
+    return {
+        parameter: shard
+        for whole, cut in pairs
+        for parameters, shards in zip(whole, cut, strict=True)
+        for parameter, shard in zip(parameters, shards, strict=True)
+    }
 
 
 def _non_finite(own: Mapping[str, nn.Parameter]) -> list[str]:

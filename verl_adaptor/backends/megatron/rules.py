@@ -1,20 +1,19 @@
-"""What Megatron cannot do, told before anything loads (C29)."""
+"""What Megatron cannot do, told before anything loads (C29). Each rule is handed a `preflight.Facts`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_adaptor.backends.megatron.options import MegatronTrainerOptions
 from verl_adaptor.config import TrainerConfig
-from verl_adaptor.preflight import Facts, Rule
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 """The architectures with a name mapping; `names.FAMILIES` holds it."""
 _EXPERTS = ("num_local_experts", "num_experts")
 
 
-def known_architecture(facts: Facts) -> Iterator[str]:
+def known_architecture(facts: Any) -> Iterator[str]:
     """A model whose tensors can be mapped."""
     kind = (facts.model or {}).get("model_type")
     if facts.model is not None and kind not in MODEL_TYPES:
@@ -23,7 +22,7 @@ def known_architecture(facts: Facts) -> Iterator[str]:
         )
 
 
-def heads_divide(facts: Facts) -> Iterator[str]:
+def heads_divide(facts: Any) -> Iterator[str]:
     """Each tensor-parallel rank has whole key-value heads, the same number of them."""
     heads = (facts.model or {}).get("num_key_value_heads")
     size = facts.config.parallel.tensor_parallel_size
@@ -34,7 +33,7 @@ def heads_divide(facts: Facts) -> Iterator[str]:
         )
 
 
-def layers_divide(facts: Facts) -> Iterator[str]:
+def layers_divide(facts: Any) -> Iterator[str]:
     """Each stretch of each pipeline stage has the same number of layers."""
     stages, stretches = facts.config.parallel.pipeline_parallel_size, _stretches(facts)
     if stretches > 1 and stages == 1:
@@ -50,13 +49,14 @@ def layers_divide(facts: Facts) -> Iterator[str]:
         )
 
 
-def experts_fit(facts: Facts) -> Iterator[str]:
-    """Experts are spread over data-parallel ranks, and with tensor parallelism need sequence parallelism."""
+def experts_fit(facts: Any) -> Iterator[str]:
+    """Whole experts are spread over tensor- and data-parallel ranks; tensor parallelism needs sequence parallelism then."""
     parallel, experts = facts.config.parallel, _expert_count(facts.model or {})
-    if parallel.data_parallel_size % parallel.expert_parallel_size:
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if ranks % parallel.expert_parallel_size:
         yield (
-            f"expert_parallel_size={parallel.expert_parallel_size} does not divide data_parallel_size="
-            f"{parallel.data_parallel_size}, whose ranks share the experts; allowed: {_divisors(parallel.data_parallel_size)}."
+            f"expert_parallel_size={parallel.expert_parallel_size} does not divide tensor_parallel_size x "
+            f"data_parallel_size = {ranks}, the ranks that share the experts; allowed: {_divisors(ranks)}."
         )
     if facts.model and not experts and parallel.expert_parallel_size > 1:
         yield f"expert_parallel_size={parallel.expert_parallel_size}: the model has no experts; leave it out."
@@ -67,14 +67,14 @@ def experts_fit(facts: Facts) -> Iterator[str]:
         )
 
 
-def distributed_optimizer_has_ranks(facts: Facts) -> Iterator[str]:
+def distributed_optimizer_has_ranks(facts: Any) -> Iterator[str]:
     """ZeRO-1 shares the optimizer among data-parallel ranks of a trainer that has one."""
     config = facts.config
     if isinstance(config, TrainerConfig) and config.parallel.zero_stage == 1 and not config.trainable:
         yield "zero_stage=1 with trainable=false: there is no optimizer to share; leave zero_stage out."
 
 
-RULES: Sequence[Rule] = (
+RULES: Sequence[Callable[[Any], Iterator[str]]] = (
     known_architecture,
     heads_divide,
     layers_divide,
@@ -83,7 +83,7 @@ RULES: Sequence[Rule] = (
 )
 
 
-def _stretches(facts: Facts) -> int:
+def _stretches(facts: Any) -> int:
     options = facts.options
     return options.virtual_pipeline_parallel_size if isinstance(options, MegatronTrainerOptions) else 1
 

@@ -149,7 +149,7 @@ class Weights:
 
     @staticmethod
     def _axis(what: Parameter) -> Axis:
-        return layout.tensor_axis() if what.expert is None else layout.expert_tensor_axis()
+        return layout.tensor_axis() if what.expert is None else Axis()
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -194,13 +194,10 @@ class Weights:
         own = self.own.get(name)
         cut = torch.empty(self._cut_shape(what, tensor.size), device=device) if own is None else master(own)
         if pipeline.group is not None and owner == expert.rank:
-            dist.broadcast(cut, group=pipeline.group, group_src=self._stage_of(name))
+            dist.broadcast(cut, group=pipeline.group, group_src=self._stage[name])
         if expert.group is not None and what.expert is not None:
             dist.broadcast(cut, group=expert.group, group_src=owner)
         return dict(zip(what.names, self._whole(what, cut, tensor), strict=True))
-
-    def _stage_of(self, name: str) -> int:
-        return self._stage[name]
 
     def _cut_shape(self, what: Parameter, size: int) -> tuple[int, ...]:
         shapes = [list(self.shapes[name]) for name in what.names]

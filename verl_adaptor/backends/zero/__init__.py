@@ -26,6 +26,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             process_effects=(
                 "torch.distributed is initialised, also for one rank, until the process ends",
                 "DeepSpeed's accelerator (CUDA or CPU) is chosen once a process",
+                "DeepSpeed's log goes to the root logger",
             ),
             capabilities={
                 Capability.VALUE_HEAD: FULL,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +49,14 @@ def make_engine(
     return engine
 
 
+def destroy(engine: Any) -> None:
+    """Take DeepSpeed's hooks off, and its engine out of what it keeps for the whole process."""
+    engine.destroy()
+    stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    gone = set(engine.module.modules())
+    stack[:] = [module for module in stack if module not in gone]
+
+
 def _join(deepspeed: Any) -> None:
     """Let DeepSpeed use the process group there is, once a process.
 
@@ -63,8 +71,14 @@ def _join(deepspeed: Any) -> None:
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     finally:
         backend.build_shm_op = compile_op
-    for handler in deepspeed.utils.logger.handlers:  # standard output is the program's own
-        handler.setStream(sys.stderr)
+    _log_as_others_do(deepspeed.utils.logger)
+
+
+def _log_as_others_do(logger: logging.Logger) -> None:
+    """Through the root logger: DeepSpeed writes to standard output, which is the program's own."""
+    for handler in [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]:
+        logger.removeHandler(handler)
+    logger.propagate = True
 
 
 def settings(config: TrainerConfig, options: ZeroOptions, device: torch.device) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from verl_adaptor.backends.probe import share_sequences
 from verl_adaptor.backends.torch_trainer import TorchTrainer
 from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.backends.zero import checkpoint, shards, state
-from verl_adaptor.backends.zero.engine import in_engine, make_engine, zero_stage
+from verl_adaptor.backends.zero.engine import destroy, in_engine, make_engine, zero_stage
 from verl_adaptor.backends.zero.optimizer import EngineOptimizer, adamw
 from verl_adaptor.backends.zero.options import ZeroOptions
 
@@ -140,6 +141,7 @@ class ZeroTrainer(TorchTrainer):
     def _release(self) -> None:
         self._own = {}
         if self._engine is not None:
-            self._engine.destroy()
+            destroy(self._engine)
             self._engine = None
         super()._release()
+        gc.collect()  # DeepSpeed's objects refer to each other: without it their memory would come back some time
