@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/trainers.py --json trainers.json
 
 Two gloo ranks, a random Llama of 19 M parameters, eight sequences of unequal length in micro-batches of two. Both sides of
-a ratio take turns step by step, in the same processes: ``fsdp_update`` is the median of the adaptor's steps over the
-median of the hand-written loop's (`benchmarks/handwritten/`), ``fsdp_spread`` the quartiles of the ratios of neighbouring
-steps, ``fsdp_cpu`` the same ratio of processor seconds. Both must first agree on loss and grad norm. ``ray_over_torchrun`` compares blocks of steps of one trainer under two
-executors, the one idle while the other runs. Limits: 1.05 and 1.10. ``*_export_gb_per_s`` pulls and copies every
-exported tensor on all ranks; ``memcpy_gb_per_s`` is the same copy without an export.
+a ratio take turns step by step, in the same processes, after they have agreed on loss and grad norm:
+
+- ``*_update``: the median of the adaptor's steps over that of the loop in `benchmarks/handwritten/`; at most 1.05.
+- ``*_spread``: quartiles of the ratios of neighbouring steps; ``*_cpu``: the first ratio, of processor seconds.
+- ``ray_over_torchrun``: one trainer under two executors, in blocks of steps, the one idle meanwhile; at most 1.10.
+- ``*_export_gb_per_s``: every exported tensor pulled and copied, on all ranks at once; ``*_memcpy_gb_per_s`` copies only.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from handwritten import task
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_adaptor import create_trainer_backend
 from verl_adaptor.batch import collate
@@ -181,7 +183,7 @@ def export_ways(trainer: TrainerBackend) -> dict[str, Callable[[], None]]:
 
 def serve(case: Case, path: str, port: int) -> None:
     """Run a block of steps whenever the store that `port` leads to asks for one, until it asks for 0."""
-    store = dist.TCPStore("127.0.0.1", port)
+    store = TCPStore("127.0.0.1", port)
     batch = make_batch()
     trainer = make_trainer(case, path)
     step = partial(adaptor_step, trainer, batch)
@@ -246,7 +248,7 @@ def measure_updates(name: str, path: str, pairs: int) -> dict[str, Any]:
 
 def measure_ray(name: str, path: str, blocks: int, steps: int = 3) -> dict[str, list[float]]:
     """Seconds a step of each block, under torchrun and through Ray; both are alive all the time."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
     batch = make_batch()
     asked = iter(range(1 << 30))
 

@@ -96,7 +96,8 @@ def test_a_recipe_gives_the_same_run_here_through_ray_and_under_torchrun(recipe:
         assert two == pytest.approx(one, abs=1e-4)
 
 
-def test_c29_a_mini_batch_spreads_evenly_over_the_ranks(recipe: Path) -> None:
+def test_c29_a_mini_batch_spreads_evenly_over_the_ranks(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(recipe.parent)
     with pytest.raises(ConfigError, match=r"critic.data_parallel_size=3 .* 4 rows .*allowed: 1, 2, 4\.$"):
         plan(load_recipe(recipe, ["critic.data_parallel_size=3"]))
 

@@ -24,11 +24,11 @@ from transformers import GenerationConfig
 from verl_adaptor import batch as batches
 from verl_adaptor import memory
 from verl_adaptor.backends import adapters, checkpoint, export
-from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_tensors, resolve_device
+from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_tensors
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE, Head, load_head
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import check_gradients, check_packing
-from verl_adaptor.backends.world import Axis, join
+from verl_adaptor.backends.world import Axis, join, rank_device
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, TrainerConfig
 from verl_adaptor.errors import TrainerError, UnsupportedCapability
@@ -66,7 +66,7 @@ class TorchTrainer(TrainerBackend):
 
     def __init__(self, path: str, config: TrainerConfig, options: Config | None, spec: BackendSpec) -> None:
         super().__init__(path, config, options, spec)
-        self.device = resolve_device(config.device)
+        self.device = rank_device(config.device)
         self.world = join(config.parallel, self.device, config.execution.call_timeout_s)
         self.head: Head = load_head(path, config, self.device)
         if config.packing:

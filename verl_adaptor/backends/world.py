@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl_adaptor.backends.causal_lm import resolve_device
 from verl_adaptor.config import ParallelConfig
 from verl_adaptor.errors import ConfigError, TrainerError, VerlAdaptorError
 
@@ -122,6 +123,20 @@ def join(parallel: ParallelConfig, device: torch.device, timeout_s: float) -> Wo
     mesh = _mesh(device.type, sizes)
     data, context, tensor = (_axis(mesh, name) for name in AXES)
     return World(dist.get_rank(), dist.get_world_size(), data, context, tensor, mesh)
+
+
+def rank_device(name: str) -> torch.device:
+    """The device of this rank; on CUDA, of several GPUs the one with the number of the rank on its machine.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    device = resolve_device(name)
+    if device.type == "cuda":
+        if device.index is None and "LOCAL_RANK" in os.environ:
+            device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)  # collectives take the current one
+    return device
 
 
 def check_world_size(wanted: int) -> None:

@@ -50,7 +50,7 @@ def write(
         state |= _averages(optimizer.state_dict()["state"], parameters)
         state[STEPS] = torch.tensor(optimizer.steps)
     with _our_errors(folder):
-        save(state, storage_writer=FileSystemWriter(folder, sync_files=False))  # our caller syncs them all
+        save(state, storage_writer=Shelf(folder, sync_files=False))  # our caller syncs them all
 
 
 def read(
@@ -131,6 +131,14 @@ def _like(layout: Tensor, part: Tensor) -> Tensor:
 # -- the table ---------------------------------------------------------------------------------------------------
 
 
+class Shelf(FileSystemWriter):
+    """DCP's writer, whose table does not say where it was written: a path is pickled differently by each Python."""
+
+    def storage_meta(self) -> StorageMeta:
+        """What identifies the checkpoint."""
+        return StorageMeta(save_id=self.save_id)
+
+
 class Table(FileSystemReader):
     """DCP's reader, but for the way it reads its table."""
 
@@ -150,7 +158,6 @@ class Table(FileSystemReader):
 
 _DCP = "torch.distributed.checkpoint."
 _CLASSES = {
-    "pathlib.PosixPath",
     "torch.Size",
     "torch.serialization._get_layout",
     f"{_DCP}filesystem._StorageInfo",
@@ -186,9 +193,12 @@ def _torch_type(name: str) -> Any:
 
 def _names(table: Table, folder: Path) -> dict[str, torch.Size]:
     """Name -> shape of the whole tensor, of all that was saved."""
-    entries = table.read_metadata().state_dict_metadata
+    metadata = table.read_metadata()
+    entries, files = metadata.state_dict_metadata, {Path(info.relative_path) for info in metadata.storage_data.values()}
     if not all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()):
         raise CheckpointError(f"{folder} holds more than tensors; use a checkpoint that this backend wrote.")
+    if any(file.name != str(file) for file in files):
+        raise CheckpointError(f"{folder}: its table points outside; use a checkpoint that this backend wrote.")
     return {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from verl_adaptor import memory
-from verl_adaptor.backends.causal_lm import load_config, resolve_device
+from verl_adaptor.backends.causal_lm import load_config
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE
 from verl_adaptor.backends.megatron import layout, saving, shim
 from verl_adaptor.backends.megatron.layout import Layout
@@ -26,7 +25,7 @@ from verl_adaptor.backends.megatron.optimizer import MegatronOptimizer
 from verl_adaptor.backends.megatron.options import MegatronTrainerOptions
 from verl_adaptor.backends.megatron.schedule import Schedule
 from verl_adaptor.backends.megatron.weights import Source, Weights
-from verl_adaptor.backends.world import World, check_world_size, ensure_process_group
+from verl_adaptor.backends.world import World, check_world_size, ensure_process_group, rank_device
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, TrainerConfig
 from verl_adaptor.errors import ModelError, TrainerError, UnsupportedCapability
@@ -67,10 +66,7 @@ class MegatronTrainer(TrainerBackend):
         super().__init__(path, config, options, spec)
         own = options if isinstance(options, MegatronTrainerOptions) else MegatronTrainerOptions()
         self.layout = Layout.of(config.parallel, own)
-        self.device = resolve_device(config.device)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
-            torch.cuda.set_device(self.device)
+        self.device = rank_device(config.device)
         check_world_size(config.parallel.world_size)
         ensure_process_group(self.device, config.execution.call_timeout_s)
         self.world = World(dist.get_rank(), dist.get_world_size())
