@@ -25,7 +25,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TWO = ["trainer.data_parallel_size=2", "trainer.cpus_per_worker=0.5"]
 SMALL = ["ppo.total_steps=2", "evaluation.prompts=8", "ppo.train_batch_size=16", "ppo.mini_batch_size=8"]
 LORA = ["trainer.lora_rank=4", "trainer.learning_rate=0.01", "ppo.kl.where=loss"]
-RECIPE = ["train", str(ROOT / "recipes" / "digits.yaml"), "tracking.report=false", "tracking.sinks=[]", *SMALL]
+TINY = ["model.build_args.layers=2", "model.build_args.hidden_size=64", "model.build_args.warm_start_steps=20"]
+RECIPE = ["train", str(ROOT / "recipes" / "digits.yaml"), "tracking.report=false", "tracking.sinks=[]", *TINY, *SMALL]
 
 
 def start(output: Path, *arguments: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
@@ -83,6 +84,7 @@ def test_a_recipe_on_rays_workers(alone: list[dict[str, Any]], tmp_path: Path, m
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow  # test_execution.py drives the ranks of torchrun from the first one, too
 def test_a_recipe_under_torchrun(alone: list[dict[str, Any]], tmp_path: Path) -> None:
     code, said = finish(start(tmp_path / "run", launcher=TORCHRUN))
     assert code == 0, said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from verl_adaptor.errors import (
 )
 from verl_adaptor.execution import RemoteTrainer, WorkerPool, choose_executor
 from verl_adaptor.execution import ray as ray_executor
+from verl_adaptor.execution.group import Answer, Died, Outcome, Raised, Silent, judge
 from verl_adaptor.execution.wire import decode, encode
 from verl_adaptor.ppo.loss import PolicyLoss
 from verl_adaptor.protocols import LossOutput, TrainerBackend
@@ -140,6 +142,30 @@ def test_where_a_trainer_runs(
             choose_executor(parallel, ExecutionConfig(**execution))
 
 
+HANGS, FROZEN = Silent("in call update, at wait (x.py:1)"), Silent("")
+ECHO, BUG = Raised("", "RuntimeError: [gloo] Connection closed by peer"), Raised("", "ZeroDivisionError: a bug")
+REFUSAL, RETOLD = Raised("BatchError", "no advantages"), Raised("TrainerError", "the loss raised on rank 1: a bug")
+VERDICTS: list[tuple[list[Outcome], type[VerlAdaptorError], str, bool]] = [
+    ([REFUSAL, REFUSAL], BatchError, "^no advantages$", True),
+    ([REFUSAL, Answer()], WorkerError, "^rank 0 failed in an update: BatchError: no advantages", False),
+    ([ECHO, Died("killed")], WorkerDied, r"^rank 1 died in an update \(killed\)", False),
+    ([Died("killed"), HANGS, Died("killed")], WorkerDied, r"^ranks 0, 2 died in an update \(killed\)", False),
+    ([HANGS, BUG, ECHO], WorkerError, "^rank 1 failed in an update: ZeroDivisionError: a bug", False),
+    ([RETOLD, BUG], WorkerError, "^rank 1 failed in an update: ZeroDivisionError: a bug", False),
+    ([HANGS, FROZEN, ECHO], WorkerTimeout, "^rank 1 did not finish an update within 3 s", False),
+    ([Answer(), HANGS], WorkerTimeout, r"^rank 1 did not finish .*at wait \(x.py:1\)", False),
+    ([BUG, BUG], WorkerError, "^rank 0 failed in an update: ZeroDivisionError", False),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "kind", "sentence", "usable"), VERDICTS)
+def test_who_is_blamed(outcomes: list[Outcome], kind: type[VerlAdaptorError], sentence: str, usable: bool) -> None:
+    """A death before its echoes, an error before those who wait for it, a frozen process before those who wait."""
+    error, goes_on = judge(outcomes, "an update", 3, "")
+    assert type(error) is kind and re.search(sentence, str(error)), error
+    assert goes_on is usable
+
+
 def test_every_method_reaches_the_ranks() -> None:
     """What a backend may write, the trainer that stands for it here passes on."""
     hooks = {name for name, found in vars(TrainerBackend).items() if callable(found) and not name.startswith("__")}
@@ -179,8 +205,9 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 
-from verl_adaptor import create_trainer_backend
-from verl_adaptor.errors import ConfigError, WorkerError
+from verl_adaptor import create_trainer_backend, resolve_trainer
+from verl_adaptor.errors import BatchError, ConfigError
+from verl_adaptor.execution import torchrun
 from verl_adaptor.testing.bench import policy_gradient
 
 def telling(outputs, batch):
@@ -201,6 +228,21 @@ def descendants():
         except OSError:
             pass
     return found
+
+def refusing(outputs, batch):
+    raise BatchError("no advantages")
+
+def driven_by_the_first():
+    if torchrun.world()[0] > 0:
+        return torchrun.serve(60)
+    with torchrun.TorchrunPool() as pool:
+        trainer = resolve_trainer(folder / "llama", learning_rate=1e-3, data_parallel_size=2).create(workers=pool)
+        print("DRIVEN", *(trainer.update(batch, telling)["loss"] for _ in range(2)))
+        try:
+            trainer.update(batch, refusing)
+        except BatchError as error:
+            print("REFUSED", error)
+        print("AGAIN", trainer.update(batch, telling)["loss"])
 
 if __name__ == "__main__":
     import torch
@@ -223,6 +265,8 @@ if __name__ == "__main__":
     print("AFTER", descendants())
     if alone:
         assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before, "the process was not left as found"
+    else:
+        driven_by_the_first()
 """
 
 
@@ -266,6 +310,8 @@ def test_the_same_script_under_torchrun(bench: Bench) -> None:
     expected = run(bench.reference_trainer(), bench, steps=3).losses
     assert len(said["LOSSES"]) == 2 and said["LOSSES"][0] == said["LOSSES"][1]
     assert list(map(float, said["LOSSES"][0].split())) == pytest.approx(expected, abs=1e-5)
+    driven = [float(loss) for word in ("DRIVEN", "AGAIN") for loss in said[word][0].split()]
+    assert driven == pytest.approx(expected, abs=1e-5) and "no advantages" in said["REFUSED"]
 
 
 # -- on one group of ranks ---------------------------------------------------------------------------------------

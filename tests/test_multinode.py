@@ -22,9 +22,6 @@ from ray.cluster_utils import Cluster
 from tensordict import TensorDict
 
 from verl_adaptor import create_trainer_backend
-from verl_adaptor.cli.recipes import load_recipe
-from verl_adaptor.cli.run import plan
-from verl_adaptor.errors import ConfigError
 from verl_adaptor.execution import torchrun
 from verl_adaptor.protocols import LossOutput
 from verl_adaptor.registry import get_spec
@@ -83,6 +80,7 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not is_timing(name)} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_recipe_gives_the_same_run_here_through_ray_and_under_torchrun(recipe: Path, tmp_path: Path) -> None:
     """Actor, critic and reference share two ranks; who starts the ranks changes no bit, their number next to nothing."""
     for name, how, overrides in (("here", PYTHON, ()), ("ray", PYTHON, TWO), ("torchrun", TORCHRUN, TWO)):
@@ -94,12 +92,6 @@ def test_a_recipe_gives_the_same_run_here_through_ray_and_under_torchrun(recipe:
     assert len(here) == len(through_ray) == 2
     for one, two in zip(here, through_ray, strict=True):
         assert two == pytest.approx(one, abs=1e-4)
-
-
-def test_c29_a_mini_batch_spreads_evenly_over_the_ranks(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(recipe.parent)
-    with pytest.raises(ConfigError, match=r"critic.data_parallel_size=3 .* 4 rows .*allowed: 1, 2, 4\.$"):
-        plan(load_recipe(recipe, ["critic.data_parallel_size=3"]))
 
 
 def test_torchrun_ranks_that_do_not_fit_the_recipe_are_refused_in_a_sentence(recipe: Path, tmp_path: Path) -> None:
@@ -122,7 +114,7 @@ def test_a_peer_that_is_killed_under_torchrun_ends_the_run_which_is_resumed(reci
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGKILL)
     _, errors = process.communicate(timeout=200)
-    assert process.returncode != 0 and "rank 1 d" in errors, errors
+    assert process.returncode != 0 and "verl-adaptor: rank 1 died in" in errors, errors
     resumed = start(TORCHRUN, recipe, tmp_path / "run", *settings, "--resume")
     _, errors = resumed.communicate(timeout=200)
     assert resumed.returncode == 0, errors

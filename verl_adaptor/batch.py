@@ -120,6 +120,18 @@ def require(batch: TensorDict, keys: Iterable[str]) -> None:
         )
 
 
+def require_prompts(batch: TensorDict) -> None:
+    """Raise `BatchError` where a response follows no prompt token: nothing would predict its first token."""
+    real = batch["attention_mask"].bool()
+    prompt_columns = real.shape[1] - batch["responses"].shape[1]
+    orphans = real[:, prompt_columns:].any(-1) & ~real[:, :prompt_columns].any(-1)
+    if orphans.any():
+        raise BatchError(
+            f"row {int(orphans.nonzero()[0])} has a response and no prompt token: nothing predicts its first token; "
+            "begin prompts with at least one token (BOS)."
+        )
+
+
 _PER_RESPONSE = {
     "responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values",
     "token_level_rewards", "advantages", "returns",

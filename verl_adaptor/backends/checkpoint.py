@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch import Tensor
 from verl_adaptor.backends.world import World
 from verl_adaptor.errors import CheckpointError
 
+_WITNESS = ".seen-by-all-ranks"
 MANIFEST = "manifest.json"
 """Written last; a folder without it is no checkpoint."""
 WEIGHTS = "model.safetensors"
@@ -44,8 +46,8 @@ def new(folder: Path, facts: Mapping[str, Any], world: World) -> Iterator[Path]:
         CheckpointError: `folder` exists and is no checkpoint, or a rank could not write.
     """
     with whole_folder(folder, marker=MANIFEST, world=world) as partial:
-        yield partial
-        world.barrier()
+        with world.together():
+            yield partial
         if world.is_first:
             files = {file.relative_to(partial).as_posix(): file.stat().st_size for file in _files(partial)}
             manifest = json.dumps({**facts, "files": files}, indent=1)
@@ -68,6 +70,16 @@ def whole_folder(folder: Path, *, marker: str, world: World | None = None) -> It
         with world.together():
             if world.is_first:
                 _make(partial, folder, marker)
+                (partial / _WITNESS).touch()
+        with world.together():
+            if not (partial / _WITNESS).exists():
+                raise CheckpointError(
+                    f"host {socket.gethostname()} does not see {partial}, which the first rank made; save to a file system "
+                    "that all hosts share."
+                )
+        with world.together():
+            if world.is_first:
+                (partial / _WITNESS).unlink()
         with world.together():
             yield partial
         with world.together():

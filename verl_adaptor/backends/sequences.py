@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from verl_adaptor.errors import BatchError, UnsupportedCapability
+from verl_adaptor.errors import UnsupportedCapability
 
 AttentionMask = Tensor | dict[str, Tensor]
 
@@ -169,12 +169,6 @@ def _real_tokens(batch: Mapping[str, Tensor] | TensorDict) -> tuple[Tensor, int]
     """[b, T] bool, and the number of prompt columns."""
     real = batch["attention_mask"].bool()
     prompt_columns = real.shape[1] - batch["responses"].shape[1]
-    orphans = real[:, prompt_columns:].any(-1) & ~real[:, :prompt_columns].any(-1)
-    if orphans.any():
-        raise BatchError(
-            f"row {int(orphans.nonzero()[0])} has a response and no prompt token: nothing predicts its first token; "
-            "begin prompts with at least one token (BOS)."
-        )
     return real, prompt_columns
 
 

@@ -8,6 +8,7 @@ methods that touch tensors.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +29,7 @@ from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_t
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE, Head, load_head
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import check_gradients, check_packing
-from verl_adaptor.backends.world import Axis, join, rank_device
+from verl_adaptor.backends.world import Axis, join, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, TrainerConfig
 from verl_adaptor.errors import TrainerError, UnsupportedCapability
@@ -41,19 +42,39 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {"loss": (0.0, 0.0)}
+        self._failure: Exception | None = None
 
     def add(self, share: Tensor, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """One micro-batch's share of the loss, and its metrics."""
-        self._sums["loss"] = self._sums["loss"][0] + share.item(), 1.0
+        self._add("loss", share.item(), 1.0)
         for name, (value, weight) in metrics.items():
-            old_value, old_weight = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = old_value + float(value.detach()), old_weight + float(weight)
+            self._add(name, float(value.detach()), float(weight))
 
-    def total(self, ranks: Axis, device: torch.device) -> dict[str, float]:
-        """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is."""
-        table = ranks.sum(torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device)).tolist()
-        means = {n: value / weight if weight else 0.0 for n, (value, weight) in zip(self._sums, table, strict=True)}
-        return means | {"loss": table[0][0]}
+    def _add(self, name: str, value: float, weight: float) -> None:
+        old_value, old_weight = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = old_value + value, old_weight + weight
+
+    def failed(self, error: Exception) -> None:
+        """Remember the first error of the loss function, to raise it once no other rank waits for this one."""
+        self._failure = self._failure or error
+
+    def total(self, ranks: Axis) -> dict[str, float]:
+        """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is.
+
+        Raises:
+            TrainerError: the loss function raised on another rank; where it raised here, that error.
+        """
+        found = ranks.gather((self._sums, self._failure and f"{type(self._failure).__name__}: {self._failure}"))
+        if self._failure is not None:
+            raise self._failure
+        for rank, (sums, failure) in enumerate(found):
+            if failure:
+                raise TrainerError(f"the loss function raised on data-parallel rank {rank}: {failure}")
+            if rank != ranks.rank:
+                for name, (value, weight) in sums.items():
+                    self._add(name, value, weight)
+        means = {name: value / weight if weight else 0.0 for name, (value, weight) in self._sums.items()}
+        return means | {"loss": self._sums["loss"][0]}
 
 
 class TorchTrainer(TrainerBackend):
@@ -66,7 +87,7 @@ class TorchTrainer(TrainerBackend):
 
     def __init__(self, path: str, config: TrainerConfig, options: Config | None, spec: BackendSpec) -> None:
         super().__init__(path, config, options, spec)
-        self.device = rank_device(config.device)
+        self.device = rank_device(config.device, config.parallel.world_size)
         self.world = join(config.parallel, self.device, config.execution.call_timeout_s)
         self.head: Head = load_head(path, config, self.device)
         if config.packing:
@@ -132,16 +153,20 @@ class TorchTrainer(TrainerBackend):
             for number, rows in enumerate(parts):
                 with self._micro_step(last=number == len(parts) - 1):
                     micro = self._micro(batch, rows)
-                    result = self._loss(loss, micro)
+                    result = self._loss(loss, micro, sums)
                     share = self._aggregate(result.per_token, micro["response_mask"], over)
                     self._backward(share)
                 sums.add(share, result.metrics)
+            return sums.total(self.world.data)
         except BaseException:
-            self._zero_grad()  # half a mini-batch must not leak into the next step
+            self._abandon()
             raise
         finally:
             self.head.eval()
-        return sums.total(self.world.data, self.device)
+
+    def _abandon(self) -> None:
+        """After a failure in the middle: half a mini-batch must not leak into the next step."""
+        self._zero_grad()
 
     def _micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` in its call: here gradients may be synchronised."""
@@ -154,8 +179,18 @@ class TorchTrainer(TrainerBackend):
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
-    def _loss(self, loss: Loss, micro: TensorDict) -> LossOutput:
-        result = loss(self._run(micro), micro)
+    def _loss(self, loss: Loss, micro: TensorDict, sums: Sums) -> LossOutput:
+        """What the loss function says of one micro-batch; if it fails, a loss of 0, because other ranks still need this one."""
+        outputs = self._run(micro)
+        try:
+            return self._checked(loss(outputs, micro), micro)
+        except Exception as error:
+            if self.world.data.size == 1:
+                raise
+            sums.failed(error)
+            return LossOutput(0 * torch.stack(list(outputs.values())).sum(0))
+
+    def _checked(self, result: LossOutput, micro: TensorDict) -> LossOutput:
         expected = micro["responses"].shape
         if result.per_token.shape != expected or not result.per_token.requires_grad:
             raise TrainerError(
@@ -256,9 +291,11 @@ class TorchTrainer(TrainerBackend):
     def _read_state(self, folder: Path) -> None:
         """Undo `_write_state`, whatever the number of ranks that wrote it."""
         own = self._own_tensors()
-        saved = checkpoint.read_tensors(folder, own)
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(checkpoint.read_optimizer(folder))
+        with self.world.together():  # no rank changes anything unless all could read
+            saved = checkpoint.read_tensors(folder, own)
+            averages = None if self.optimizer is None else checkpoint.read_optimizer(folder)
+        if self.optimizer is not None and averages is not None:
+            self.optimizer.load_state_dict(averages)
             self.optimizer.zero_grad()
         with torch.no_grad():
             for name, tensor in own.items():
@@ -330,8 +367,7 @@ class TorchTrainer(TrainerBackend):
         return type(self)(self.path, config, self.options, self.spec)
 
     def _offload(self, tier: str) -> None:
-        with self.world.together():
-            self._away = memory.Offloaded(self._state_tensors(), tier)
+        self._away = offload(self.world, self._state_tensors(), tier)
 
     def _onload(self) -> None:
         if self._away is not None:
@@ -358,5 +394,6 @@ class TorchTrainer(TrainerBackend):
             self._away.close()
         del self.head
         self.optimizer = None
+        gc.collect()  # shards, hooks and optimizer refer to each other
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ import atexit
 import datetime
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl_adaptor.backends.causal_lm import resolve_device
 from verl_adaptor.config import ParallelConfig
 from verl_adaptor.errors import ConfigError, TrainerError, VerlAdaptorError
+from verl_adaptor.memory import Offloaded
 
 T = TypeVar("T")
 
@@ -49,6 +50,13 @@ class Axis:
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Each rank's value, pickled, in order of ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,20 @@ class World:
                 raise type(other)(f"rank {rank}: {other}")
 
 
+def offload(world: World, tensors: Iterable[Tensor], tier: str) -> Offloaded:
+    """`tensors` to `tier` on all ranks, or, where one of them has no room, on none. Raises `TrainerError`."""
+    away: Offloaded | None = None
+    try:
+        with world.together():
+            away = Offloaded(tensors, tier)
+    except Exception:
+        if away is not None:
+            away.restore()
+        raise
+    assert away is not None
+    return away
+
+
 def _portable(error: Exception) -> VerlAdaptorError:
     """What another rank can unpickle and raise."""
     return error if isinstance(error, VerlAdaptorError) else TrainerError(f"{type(error).__name__}: {error}")
@@ -125,17 +147,28 @@ def join(parallel: ParallelConfig, device: torch.device, timeout_s: float) -> Wo
     return World(dist.get_rank(), dist.get_world_size(), data, context, tensor, mesh)
 
 
-def rank_device(name: str) -> torch.device:
+def rank_device(name: str, ranks: int) -> torch.device:
     """The device of this rank; on CUDA, of several GPUs the one with the number of the rank on its machine.
 
+    Args:
+        name: as `resolve_device` takes it.
+        ranks: of the trainer.
+
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, or all ranks would take the same.
     """
     device = resolve_device(name)
-    if device.type == "cuda":
-        if device.index is None and "LOCAL_RANK" in os.environ:
-            device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
-        torch.cuda.set_device(device)  # collectives take the current one
+    if device.type != "cuda":
+        return device
+    if device.index is not None and ranks > 1:
+        raise ConfigError(
+            f"device={name!r} would put all {ranks} ranks on one GPU; use 'cuda': each rank takes its own."
+        )
+    if device.index is None:
+        alone = torch.cuda.device_count() == 1  # the launcher shows each rank its own
+        index = 0 if alone else int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+        device = resolve_device(f"cuda:{index}")
+    torch.cuda.set_device(device)  # collectives take the current one
     return device
 
 
@@ -155,6 +188,11 @@ def ensure_process_group(device: torch.device, timeout_s: float) -> None:
     It lives until the process ends, because under torchrun it cannot be made twice.
     """
     if dist.is_initialized():
+        if device.type == "cuda" and "nccl" not in str(dist.get_backend_config()):
+            raise ConfigError(
+                "this process began torch.distributed on the CPU, and it cannot begin twice; make the trainers on CUDA first, "
+                "or in another process."
+            )
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)

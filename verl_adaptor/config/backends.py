@@ -146,6 +146,15 @@ class TrainerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _ranks_share_no_gpu(self) -> TrainerConfig:
+        gpus, ranks = self.execution.gpus_per_worker, self.parallel.world_size
+        if gpus and gpus < 1 and ranks > 1:
+            raise ConfigError(
+                f"gpus_per_worker={gpus:g}: NCCL refuses two of {ranks} ranks on one GPU; use 1, or fewer ranks."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_way_to_split(self) -> TrainerConfig:
         if self.micro_batch_size and self.max_tokens_per_micro_batch:
             raise ConfigError(

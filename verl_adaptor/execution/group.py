@@ -225,7 +225,8 @@ def judge(outcomes: Sequence[Outcome], what: str, timeout_s: float, last: str) -
     silent = {rank: found for rank, found in failures.items() if isinstance(found, Silent)}
     if silent and not causes:
         return _timeout(silent, what, timeout_s, last), False
-    rank, cause = next(iter((causes or raised).items()))
+    alien = {rank: found for rank, found in causes.items() if not found.kind}  # an error of ours may retell another rank's
+    rank, cause = next(iter((alien or causes or raised).items()))
     name = f"{cause.kind}: " if cause.kind else ""
     return _noted(WorkerError(f"rank {rank} failed in {what}: {name}{cause.sentence}.{last}"), cause), False
 

@@ -47,6 +47,8 @@ def no_room(world_size: int, bundle: Resources, nodes: Sequence[Resources], free
 
 
 def _shares(world_size: int, bundle: Resources, nodes: Sequence[Resources]) -> Sequence[tuple[str, float]]:
-    """Resources of which each rank would get a part, if all ranks shared what there is."""
+    """Resources of which each rank would get a part, if all ranks shared what there is; never a GPU, which NCCL gives to one."""
     totals = {name: sum(node.get(name, 0) for node in nodes) for name in bundle}
+    if 0 < totals.get("GPU", 0) < world_size * bundle.get("GPU", 0):
+        return []
     return [(name, total / world_size) for name, total in totals.items() if 0 < total < world_size * bundle[name]]

@@ -279,7 +279,7 @@ class TrainerBackend(abc.ABC):
     # -- checks --------------------------------------------------------------------------------------------------
 
     def _check(self, batch: TensorDict, *, head: str, also: tuple[str, ...] = ()) -> None:
-        from verl_adaptor.batch import require
+        from verl_adaptor.batch import require, require_prompts
 
         self._check_open()
         if self.config.head != head:
@@ -287,6 +287,7 @@ class TrainerBackend(abc.ABC):
                 f"this trainer was made with head={self.config.head!r}; the call needs head={head!r}: make another trainer."
             )
         require(batch, ("input_ids", "attention_mask", "position_ids", "responses", "temperature", *also))
+        require_prompts(batch)  # of all rows, so that all ranks refuse alike
 
     def _check_trainable(self) -> None:
         self._check_open()

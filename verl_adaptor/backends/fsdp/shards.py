@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from verl_adaptor.backends.world import World
 
@@ -54,7 +54,13 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Over the ranks that share a copy first, then over those that share a matrix: the order in which it was cut, undone."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    *outer, inner = tensor.placements
+    if len(outer) > 0 and not inner.is_replicate():
+        tensor = tensor.redistribute(placements=(*(Replicate() for _ in outer), inner))
+    return tensor.full_tensor()
 
 
 def drop_unreduced(modules: Iterable[FSDPModule]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -54,6 +55,9 @@ def share_layers(head: Head, mesh: DeviceMesh, axis: Axis, *, sequence_parallel:
     between = Shard(1) if sequence_parallel else Replicate()
     for layer in backbone.layers:
         parallelize_module(layer, mesh, _layer_plan(layer, between, sequence_parallel))
+        for name in _ROWS:
+            matrix = layer.get_submodule(name)
+            getattr(matrix, "base_layer", matrix).register_forward_hook(_wait)
     if sequence_parallel:
         head.multiple *= axis.size
         backbone.layers[0].register_forward_pre_hook(partial(_slice_sequence, mesh=mesh))
@@ -62,6 +66,11 @@ def share_layers(head: Head, mesh: DeviceMesh, axis: Axis, *, sequence_parallel:
     _share_vocabulary(head, mesh, axis)
     for name, parameter in head.named_parameters():  # SequenceParallel makes every norm trainable, frozen ones too
         parameter.requires_grad_(trainable[name])
+
+
+_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+"""A decoder layer's matrices, by how they are sliced."""
 
 
 def _layer_plan(layer: nn.Module, between: Replicate | Shard, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -79,9 +88,9 @@ def _layer_plan(layer: nn.Module, between: Replicate | Shard, sequence_parallel:
         ),
         "mlp": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(whole,), use_local_output=False),
     }
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
+    for name in _ROWS:
         plan |= _by_rows(name, layer.get_submodule(name), between)
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+    for name in _COLUMNS:
         plan |= _by_columns(name, layer.get_submodule(name))
     for name in ("q_norm", "k_norm"):
         if hasattr(layer.self_attn, name):  # these see [b, s, heads of this rank, d]
@@ -111,6 +120,13 @@ def _by_rows(name: str, matrix: nn.Module, between: Replicate | Shard) -> dict[s
         f"{name}.lora_A.*": RowwiseParallel(output_layouts=between, use_local_output=False),
         f"{name}.lora_B.*": Whole(use_local_output=True),
     }
+
+
+def _wait(matrix: nn.Module, args: Any, output: Tensor) -> None:
+    """Wait for the sum over ranks, though nobody may read it: recomputation under activation checkpointing stops where the
+    last activation is back, and a collective that is never waited for is never freed."""
+    if isinstance(output, AsyncCollectiveTensor):
+        output.trigger_wait()
 
 
 class Whole(ParallelStyle):

@@ -74,7 +74,9 @@ class FSDPTrainer(TorchTrainer):
             "offload_policy": self._offload_policy(),
         }
         if self.config.head == "value":
-            fully_shard(self.head.get_submodule("value_head"), **settings)  # computes in float32
+            layer = self.head.get_submodule("value_head")
+            layer.register_forward_hook(_copied)
+            fully_shard(layer, **settings)  # computes in float32
         if bf16:
             settings["mp_policy"] = half
         for layer in _layers(self.head.model):
@@ -150,6 +152,11 @@ class FSDPTrainer(TorchTrainer):
         finally:
             self._zero_grad()
 
+    def _abandon(self) -> None:
+        """FSDP expects the end of a backward pass that broke off, and until it is told otherwise would reduce nothing."""
+        self._root.reset_iter_state()
+        super()._abandon()
+
     def _zero_grad(self) -> None:
         """Also what was summed on this rank and not yet over the ranks."""
         super()._zero_grad()
@@ -201,6 +208,11 @@ class FSDPTrainer(TorchTrainer):
     def _release(self) -> None:
         self._parameters = {}
         super()._release()
+
+
+def _copied(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """FSDP warns of views, because writing into one would lose its hook."""
+    return output.clone()
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

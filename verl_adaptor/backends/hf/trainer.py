@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -57,6 +58,15 @@ class HFTrainer(TorchTrainer):
         if self._ddp is None and self.world.data.size > 1:
             sum_gradients(self._optimizer.parameters, self.world.data)
         return super()._optimizer_step()
+
+    def _offload(self, tier: str) -> None:
+        self._ddp = None  # with its buckets, a gradient's worth of memory
+        gc.collect()
+        super()._offload(tier)
+
+    def _onload(self) -> None:
+        super()._onload()
+        self._parallelize()
 
     def _release(self) -> None:
         self._ddp = None

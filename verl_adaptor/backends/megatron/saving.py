@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
@@ -70,6 +71,9 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
             storage_writer=FileSystemWriter(checkpoint_dir),
             planner=MCoreSavePlanner(flatten_state_dict=False),
         )
+        for file in Path(checkpoint_dir).glob(f"__{dist.get_rank()}_*.distcp"):
+            if not file.stat().st_size:  # another data-parallel rank has written all that this one holds
+                file.unlink()
 
 
 def load_checkpoint(folder: Path, trainer: MegatronTrainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
@@ -25,7 +26,7 @@ from verl_adaptor.backends.megatron.optimizer import MegatronOptimizer
 from verl_adaptor.backends.megatron.options import MegatronTrainerOptions
 from verl_adaptor.backends.megatron.schedule import Schedule
 from verl_adaptor.backends.megatron.weights import Source, Weights
-from verl_adaptor.backends.world import World, check_world_size, ensure_process_group, rank_device
+from verl_adaptor.backends.world import World, check_world_size, ensure_process_group, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, TrainerConfig
 from verl_adaptor.errors import ModelError, TrainerError, UnsupportedCapability
@@ -66,7 +67,7 @@ class MegatronTrainer(TrainerBackend):
         super().__init__(path, config, options, spec)
         own = options if isinstance(options, MegatronTrainerOptions) else MegatronTrainerOptions()
         self.layout = Layout.of(config.parallel, own)
-        self.device = rank_device(config.device)
+        self.device = rank_device(config.device, config.parallel.world_size)
         check_world_size(config.parallel.world_size)
         ensure_process_group(self.device, config.execution.call_timeout_s)
         self.world = World(dist.get_rank(), dist.get_world_size())
@@ -249,8 +250,7 @@ class MegatronTrainer(TrainerBackend):
         return type(self)(self.path, config, self.options, self.spec)
 
     def _offload(self, tier: str) -> None:
-        with self.world.together():
-            self._away = memory.Offloaded(self._state_tensors(), tier)
+        self._away = offload(self.world, self._state_tensors(), tier)
 
     def _onload(self) -> None:
         if self._away is not None:
@@ -275,5 +275,6 @@ class MegatronTrainer(TrainerBackend):
         del self.schedule, self.weights, self.chunks
         self.optimizer = None
         layout.release()
+        gc.collect()  # chunks, their gradient buffers and hooks refer to each other
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

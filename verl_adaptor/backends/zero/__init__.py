@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl_adaptor.backends.zero import rules
 from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
 from verl_adaptor.hookspecs import hookimpl
 
@@ -23,6 +24,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             trainer_options="verl_adaptor.backends.zero.options:ZeroOptions",
             zero_stages=(0, 1, 2, 3),
             gradient_syncs=("zero",),
+            preflight=(rules.offload_has_a_stage,),
             process_effects=(
                 "torch.distributed is initialised, also for one rank, until the process ends",
                 "DeepSpeed's accelerator (CUDA or CPU) is chosen once a process",

@@ -13,18 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_adaptor.backends.zero.options import ZeroOptions
+from verl_adaptor.backends.zero.options import ZeroOptions, zero_stage
 from verl_adaptor.config import TrainerConfig
 from verl_adaptor.errors import ConfigError
-
-DEFAULT_STAGE = 3
-"""`zero_stage` where the config leaves it open: the one that saves most."""
-
-
-def zero_stage(config: TrainerConfig) -> int:
-    """The stage in force."""
-    stage = config.parallel.zero_stage
-    return DEFAULT_STAGE if stage is None else stage
 
 
 def make_engine(

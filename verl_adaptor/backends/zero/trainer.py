@@ -19,9 +19,9 @@ from verl_adaptor.backends.probe import share_sequences
 from verl_adaptor.backends.torch_trainer import TorchTrainer
 from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.backends.zero import checkpoint, shards, state
-from verl_adaptor.backends.zero.engine import destroy, in_engine, make_engine, zero_stage
+from verl_adaptor.backends.zero.engine import destroy, in_engine, make_engine
 from verl_adaptor.backends.zero.optimizer import EngineOptimizer, adamw
-from verl_adaptor.backends.zero.options import ZeroOptions
+from verl_adaptor.backends.zero.options import ZeroOptions, zero_stage
 
 
 class ZeroTrainer(TorchTrainer):
