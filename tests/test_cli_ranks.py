@@ -1,4 +1,4 @@
-"""`verl-adaptor train` with trainers of several ranks: on Ray's workers, and on the ranks that torchrun started."""
+"""`verl-adaptor train` with trainers of several ranks, and with adapters; test_multinode.py has longer runs."""
 
 from __future__ import annotations
 
@@ -82,14 +82,6 @@ def test_a_recipe_on_rays_workers(alone: list[dict[str, Any]], tmp_path: Path, m
     assert train_here(tmp_path / "run", *TWO) == 0
     assert_same(metrics(tmp_path / "run"), alone)
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow  # test_execution.py drives the ranks of torchrun from the first one, too
-def test_a_recipe_under_torchrun(alone: list[dict[str, Any]], tmp_path: Path) -> None:
-    code, said = finish(start(tmp_path / "run", launcher=TORCHRUN))
-    assert code == 0, said
-    assert_same(metrics(tmp_path / "run"), alone)
-    assert said.count("held-out reward") == 1, "each rank reports"
 
 
 def test_adapters_are_their_own_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,15 +210,18 @@ from verl_adaptor.errors import BatchError, ConfigError
 from verl_adaptor.execution import torchrun
 from verl_adaptor.testing.bench import policy_gradient
 
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole, whatever another rank says meanwhile
+
 def telling(outputs, batch):
-    print("hello from the loss", os.environ["RANK"], flush=True)
+    say("hello from the loss", os.environ["RANK"])
     return policy_gradient(outputs, batch)
 
 def refusal(**settings):
     try:
         create_trainer_backend(folder / "llama", **settings)
     except ConfigError as error:
-        print("REFUSED", error)
+        say("REFUSED", error)
 
 def descendants():
     found = 0
@@ -237,12 +240,12 @@ def driven_by_the_first():
         return torchrun.serve(60)
     with torchrun.TorchrunPool() as pool:
         trainer = resolve_trainer(folder / "llama", learning_rate=1e-3, data_parallel_size=2).create(workers=pool)
-        print("DRIVEN", *(trainer.update(batch, telling)["loss"] for _ in range(2)))
+        say("DRIVEN", *(trainer.update(batch, telling)["loss"] for _ in range(2)))
         try:
             trainer.update(batch, refusing)
         except BatchError as error:
-            print("REFUSED", error)
-        print("AGAIN", trainer.update(batch, telling)["loss"])
+            say("REFUSED", error)
+        say("AGAIN", trainer.update(batch, telling)["loss"])
 
 if __name__ == "__main__":
     import torch
@@ -251,18 +254,18 @@ if __name__ == "__main__":
     before = dict(os.environ), signal.getsignal(signal.SIGTERM)
     refusal(data_parallel_size=os.cpu_count() + 1 if alone else 3)
     refusal(data_parallel_size=2, executor="inline" if alone else "ray")
-    print("BEFORE", descendants())
+    say("BEFORE", descendants())
     batch = torch.load(folder / "batch.pt", weights_only=False)
     trainer = create_trainer_backend(folder / "llama", learning_rate=1e-3, data_parallel_size=2, cpus_per_worker=0.25)
-    print("LOSSES", *(trainer.update(batch, telling)["loss"] for _ in range(3)))
-    print("DURING", descendants())
+    say("LOSSES", *(trainer.update(batch, telling)["loss"] for _ in range(3)))
+    say("DURING", descendants())
     if alone:
         time.sleep(1)  # what ranks print takes Ray half a second
     trainer.close()
     deadline = time.monotonic() + 20
     while descendants() and time.monotonic() < deadline and alone:
         time.sleep(0.1)
-    print("AFTER", descendants())
+    say("AFTER", descendants())
     if alone:
         assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before, "the process was not left as found"
     else:

@@ -244,7 +244,12 @@ OTHER = "5.10.4"
 
 @pytest.fixture(scope="module")
 def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A second virtual environment: the same torch and Ray, another transformers (a minute or two to install)."""
+    """A second virtual environment: the same torch and Ray, another transformers (a minute or two to install).
+
+    VERL_ADAPTOR_SECOND_PYTHON names one that is there.
+    """
+    if there := os.environ.get("VERL_ADAPTOR_SECOND_PYTHON"):
+        return there
     folder = tmp_path_factory.mktemp("environment") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python, root = str(folder / "bin" / "python"), str(Path(__file__).parent.parent)

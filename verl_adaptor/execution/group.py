@@ -225,7 +225,9 @@ def judge(outcomes: Sequence[Outcome], what: str, timeout_s: float, last: str) -
     silent = {rank: found for rank, found in failures.items() if isinstance(found, Silent)}
     if silent and not causes:
         return _timeout(silent, what, timeout_s, last), False
-    alien = {rank: found for rank, found in causes.items() if not found.kind}  # an error of ours may retell another rank's
+    alien = {
+        rank: found for rank, found in causes.items() if not found.kind
+    }  # an error of ours may retell another rank's
     rank, cause = next(iter((alien or causes or raised).items()))
     name = f"{cause.kind}: " if cause.kind else ""
     return _noted(WorkerError(f"rank {rank} failed in {what}: {name}{cause.sentence}.{last}"), cause), False

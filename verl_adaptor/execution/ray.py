@@ -240,6 +240,9 @@ def _connect(address: str) -> None:
     if address == "local":
         quiet |= {"include_dashboard": False}
     with process_as_found():
+        os.environ.setdefault(
+            "RAY_worker_niceness", "0"
+        )  # by default ranks yield to every other process of the machine
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:

@@ -41,11 +41,15 @@ def make_engine(
 
 
 def destroy(engine: Any) -> None:
-    """Take DeepSpeed's hooks off, and its engine out of what it keeps for the whole process."""
+    """Take DeepSpeed's hooks off, and its engine out of what it keeps for the whole process: a list, and a method's cache."""
     engine.destroy()
     stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
     gone = set(engine.module.modules())
     stack[:] = [module for module in stack if module not in gone]
+    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+    for method in vars(coordinator.PartitionedParameterCoordinator).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 def _join(deepspeed: Any) -> None:
