@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
 from verl_adaptor import create_trainer_backend, resolve_trainer
+from verl_adaptor.batch import denominators
 from verl_adaptor.errors import CheckpointError, ConfigError, UnsupportedCapability
 from verl_adaptor.protocols import TrainerBackend
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing.bench import Bench, policy_gradient
-from verl_adaptor.testing.laws_training import assert_same_run, run
+from verl_adaptor.testing.laws_training import assert_same_run, run, weights
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,10 @@ def saved_critic(bench: Bench) -> Path:
     return bench.folder / "critic"
 
 
-@pytest.mark.parametrize("settings", [{"reshard_after_forward": False}, {"zero_stage": 2}, {"cpu_offload": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"reshard_after_forward": False}, {"zero_stage": 2}, {"cpu_offload": True}, {"sync_every_micro_batch": True}],
+)
 def test_options_change_no_number(bench: Bench, settings: dict[str, Any]) -> None:
     with bench.trainer(micro_batch_size=2, **settings) as trainer:
         assert_same_run(run(trainer, bench), run(bench.reference_trainer(), bench), str(settings))
@@ -139,3 +147,80 @@ def test_a_world_that_torchrun_made_too_small_is_refused(bench: Bench, monkeypat
     with pytest.raises(ConfigError, match="multiply to 2 ranks, and 1 are running"):
         made = create_trainer_backend(bench.path, "fsdp", data_parallel_size=2, executor="inline")
     assert made is None
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*start, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# -- what each of two ranks checks -------------------------------------------------------------------------------
+
+
+def gradients_are_reduced_once(bench: Bench) -> None:
+    """Two layers and the root: one reduction each, unless asked for after each of three micro-batches."""
+    for every, expected in ((False, 3), (True, 9)):
+        counted = mock.patch.object(groups, "foreach_reduce", wraps=vars(groups)["foreach_reduce"])
+        settings: dict[str, Any] = {"data_parallel_size": 2, "micro_batch_size": 1, "sync_every_micro_batch": every}
+        with counted as reduce, bench.trainer(**settings) as trainer:
+            trainer.update(bench.batch(), policy_gradient)
+        assert reduce.call_count == expected, f"{reduce.call_count} with sync_every_micro_batch={every}"
+
+
+def parts_of_a_mini_batch_add_up(bench: Bench) -> None:
+    batch = bench.batch()
+    with bench.trainer(data_parallel_size=2, micro_batch_size=1) as trainer:
+        parts = [
+            trainer.forward_backward(batch[r], policy_gradient, denominators(batch)) for r in (slice(4), slice(4, 6))
+        ]
+        got = trainer.optimizer_step() | {"loss": sum(part["loss"] for part in parts)}
+    with bench.reference_trainer() as reference:
+        expected = reference.update(batch, policy_gradient)
+    assert all(abs(got[key] - expected[key]) <= 1e-5 for key in ("loss", "grad_norm")), (got, expected)
+
+
+def each_rank_holds_its_half(bench: Bench) -> None:
+    """Of the weights and of AdamW's two averages, between two updates."""
+    with bench.trainer(data_parallel_size=2) as trainer:
+        trainer.update(bench.batch(), policy_gradient)
+        whole = sum(tensor.numel() for tensor in weights(trainer).values())
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local_tensors(trainer)}
+    share = sum(storages.values()) / (3 * 4 * whole)
+    assert 0.5 <= share < 0.51, f"a rank holds {share:.1%}"
+
+
+def local_tensors(trainer: Any) -> list[torch.Tensor]:
+    shards = (t.to_local() if hasattr(t, "to_local") else t for t in trainer._state_tensors())
+    return [tensor for tensor in shards if tensor.ndim]
+
+
+def another_layout_goes_on(bench: Bench, folder: Path) -> None:
+    with bench.trainer(data_parallel_size=2) as trainer:
+        trainer.update(bench.batch(), policy_gradient)
+        trainer.save_checkpoint(folder / "checkpoint")
+        before, straight = weights(trainer), run(trainer, bench, steps=2)
+    with bench.trainer(tensor_parallel_size=2, sequence_parallel=True) as trainer:
+        trainer.load_checkpoint(folder / "checkpoint")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+        assert_same_run(run(trainer, bench, steps=2), straight, "from data to tensor parallel")
+
+
+def no_collective_is_left_waiting(bench: Bench) -> None:
+    """Under activation checkpointing with adapters a sum over ranks may be recomputed for nobody (see ``_wait``)."""
+    with bench.trainer(tensor_parallel_size=2, activation_checkpointing=True, lora_rank=2) as trainer:
+        trainer.update(bench.batch(), policy_gradient)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+
+
+if __name__ == "__main__":
+    own = Bench(get_spec("fsdp"))
+    gradients_are_reduced_once(own)
+    parts_of_a_mini_batch_add_up(own)
+    each_rank_holds_its_half(own)
+    another_layout_goes_on(own, Path(sys.argv[1]))
+    no_collective_is_left_waiting(own)
+    own.close()

@@ -33,16 +33,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 CORE = (
     "log_probs_are_the_oracles",
     "one_update_is_the_same_update",
-    "packing_is_the_same_update",
-    "checkpointing_is_the_same_update",
     "bf16_stays_near",
     "a_critic_makes_the_same_update",
-    "the_five_aggregations",
     "exported_is_what_was_loaded",
     "resume_is_exact",
-    "another_world_size_goes_on_or_is_refused",
-    "save_pretrained_opens_in_transformers",
-    "offload_is_exact",
     "a_nan_never_reaches_the_weights",
 )
 MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

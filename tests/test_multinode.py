@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 import ray
 import torch
 import yaml
-from ray.cluster_utils import Cluster
 from tensordict import TensorDict
 
 from verl_adaptor import create_trainer_backend
@@ -158,38 +157,47 @@ def one_update_across(bench: Bench, ray_address: str, **settings: Any) -> tuple[
     return first, second
 
 
-@pytest.mark.parametrize("backend", ["hf", "fsdp"])
-@pytest.mark.slow
-def test_one_update_over_two_ray_nodes(backend: str, bench: Bench) -> None:
-    """Neither node has room for both ranks; the first rank's node is where they meet."""
-    if ray.is_initialized():
-        pytest.skip("this process is in a Ray already: run this file alone")
-    nodes = {"num_cpus": 1, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**nodes, "node_ip_address": "127.0.0.2"})
-    try:
-        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
-        first, second = one_update_across(bench, cluster.address, backend=backend)
-        assert {first["address"], second["address"]} == {"127.0.0.2", "127.0.0.3"}
-        assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == first["address"]
-        assert first["LOCAL_RANK"] == second["LOCAL_RANK"] == "0"
-    finally:
-        cluster.shutdown()
-
-
-IN_NAMESPACE = """
+ACROSS = """
 import sys
+from ray.cluster_utils import Cluster
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing.bench import Bench
-sys.path.insert(0, sys.argv[2])
+sys.path.insert(0, sys.argv[1])
 from test_multinode import one_update_across
 
 if __name__ == "__main__":
+    address = sys.argv[2] if len(sys.argv) > 2 else None
+    if address is None:
+        head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
     for backend in ("hf", "fsdp"):
         bench = Bench(get_spec("hf"))
-        first, second = one_update_across(bench, sys.argv[1], backend=backend)
+        for rank in one_update_across(bench, address or cluster.address, backend=backend):
+            print("rank", rank["address"], rank["MASTER_ADDR"], rank["LOCAL_RANK"], rank["GLOO_SOCKET_IFNAME"])
         bench.close()
-        print("ranks", first["address"], first["GLOO_SOCKET_IFNAME"], second["address"], second["GLOO_SOCKET_IFNAME"])
+    if address is None:
+        cluster.shutdown()
 """
+
+
+def ranks_across(folder: Path, *address: str, within: Sequence[str] = ()) -> list[list[str]]:
+    """What the ranks of hf, then those of fsdp, say of their places: in a process of its own, which is in one Ray only."""
+    (folder / "script.py").write_text(ACROSS)
+    command = [*within, sys.executable, str(folder / "script.py"), str(Path(__file__).parent), *address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("rank ")]
+
+
+@pytest.mark.slow
+def test_one_update_over_two_ray_nodes(tmp_path: Path) -> None:
+    """Neither node has room for both ranks; the first rank's node is where they meet."""
+    told = ranks_across(tmp_path)
+    assert len(told) == 4
+    for (first, master, *rest), (second, other_master, *other_rest) in (told[:2], told[2:]):
+        assert {first, second} == {"127.0.0.2", "127.0.0.3"} and rest[0] == other_rest[0] == "0"
+        assert master == other_master == first
 
 
 @pytest.mark.slow
@@ -199,18 +207,18 @@ def test_one_update_over_two_network_namespaces(tmp_path: Path) -> None:
         for name, place in ((head, ("--head", "--port=26379")), (worker, ("--address=10.77.0.1:26379",))):
             address = f"--node-ip-address=10.77.0.{1 if name == head else 2}"
             node = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1", address, *place]
-            process = subprocess.Popen(["ip", "netns", "exec", name, *node], stdout=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", name, *node],
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             stack.callback(process.wait, 30)
             stack.callback(process.terminate)
-            time.sleep(5)
-        (tmp_path / "script.py").write_text(IN_NAMESPACE)
-        script = [sys.executable, str(tmp_path / "script.py"), "10.77.0.1:26379", str(Path(__file__).parent)]
-        done = subprocess.run(
-            ["ip", "netns", "exec", head, *script], capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ranks")]
-        assert told == [["10.77.0.1", "cable0", "10.77.0.2", "cable1"]] * 2, done.stdout
+            assert any("Ray runtime started" in line for line in process.stdout or ()), "it ended at once"
+        told = ranks_across(tmp_path, "10.77.0.1:26379", within=("ip", "netns", "exec", head))
+        ranks = [["10.77.0.1", "10.77.0.1", "0", "cable0"], ["10.77.0.2", "10.77.0.1", "0", "cable1"]]
+        assert told == ranks * 2
 
 
 @contextlib.contextmanager
@@ -280,7 +288,9 @@ def test_a_trainer_and_an_engine_with_conflicting_pins_side_by_side(bench: Bench
     import transformers
 
     assert transformers.__version__ != OTHER
-    with create_trainer_backend(bench.path, learning_rate=1e-2, python_executable=other_python) as trainer:
+    with create_trainer_backend(
+        bench.path, learning_rate=1e-2, python_executable=other_python, cpus_per_worker=0.25
+    ) as trainer:
         for _ in range(3):
             told = trainer.update(bench.batch(), telling_version())
         assert [told["v0"], told["v1"], told["v2"]] == [float(part) for part in OTHER.split(".")]

@@ -33,6 +33,7 @@ SMALL_BUCKETS: list[dict[str, Any]] = [
     {"zero_stage": 2, "reduce_bucket_size": 4000, "gather_bucket_size": 1000},
     {"zero_stage": 3, "reduce_bucket_size": 4000, "prefetch_bucket_size": 1, "persistence_threshold": 1},
 ]
+"""Smaller than the tiny model, so that it takes several."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_a_broken_mini_batch_leaves_nothing_behind(bench: Bench, settings: dict[
         assert after[0] == after[1]
 
 
-@pytest.mark.parametrize("settings", [*STAGES, *OFFLOADS], ids=str)
+@pytest.mark.parametrize("settings", [*STAGES, OFFLOADS[1], OFFLOADS[3]], ids=str)
 def test_a_trainer_goes_back_to_its_own_checkpoint(bench: Bench, settings: dict[str, Any], tmp_path: Path) -> None:
     """DeepSpeed says that stage 3 cannot, "it is because ``load_checkpoint()`` wants a pristine model"."""
     with bench.trainer(**settings, **OPTIONS) as trainer:
@@ -134,13 +135,13 @@ def test_another_stage_or_role_is_refused_by_name(bench: Bench, tmp_path: Path, 
         trainer.load_checkpoint(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "trainable"), [(0, True), (1, True), (2, True), (3, True), (3, False)])
 def test_close_frees_the_model(bench: Bench, stage: int, trainable: bool) -> None:
     trainer = create_trainer_backend(bench.path, "zero", zero_stage=stage, trainable=trainable, device="cpu")
-    trainer.compute_log_probs(bench.batch())
-    if trainable:
-        trainer.update(bench.batch(), policy_gradient)
+    for _ in range(2):  # DeepSpeed records the first pass, and plays it back from the second on
+        trainer.compute_log_probs(bench.batch())
+        if trainable:
+            trainer.update(bench.batch(), policy_gradient)
     alive = [weakref.ref(parameter) for parameter in trainer.head.parameters()]  # type: ignore[attr-defined]
     trainer.close()
     del trainer

@@ -48,8 +48,9 @@ def destroy(engine: Any) -> None:
     stack[:] = [module for module in stack if module not in gone]
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     for method in vars(coordinator.PartitionedParameterCoordinator).values():
-        if hasattr(method, "cache_clear"):
-            method.cache_clear()
+        for cell in getattr(method, "__closure__", None) or ():  # the cached function lies beneath a decorator
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 def _join(deepspeed: Any) -> None:
