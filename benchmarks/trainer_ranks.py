@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +38,8 @@ AGREE = 1e-4
 """Relative difference of loss and grad norm, over the first steps."""
 WARM_UP = 2
 """Steps of each side before the clock runs."""
+NOISE = 0.1
+"""Quartiles of a ratio that lie farther apart ask for more turns."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,40 @@ def in_turns(ways: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[
     return found
 
 
+def until_steady(
+    ways: Mapping[str, Callable[[], T]], turns: int, *, seconds: Callable[[T], float], agree: Callable[[bool], bool]
+) -> dict[str, list[T]]:
+    """`in_turns`, again and at most three times in all while the ratio of the two ways is noisy.
+
+    Args:
+        ways: ours, then theirs.
+        turns: of each, each time.
+        seconds: of what a way returns.
+        agree: own opinion -> everybody's, whether it is noisy.
+    """
+    found: dict[str, list[T]] = {way: [] for way in ways}
+    for _ in range(3):
+        for way, more in in_turns(ways, turns).items():
+            found[way] += more
+        _, (low, high) = ratio(*([seconds(run) for run in runs] for runs in found.values()))
+        if not agree(high - low > NOISE):
+            break
+    return found
+
+
+def ratio(ours: list[float], theirs: list[float]) -> tuple[float, list[float]]:
+    """Ratio of medians, and the quartiles of the ratios of neighbours."""
+    quartiles = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
+    return round(statistics.median(ours) / statistics.median(theirs), 3), [round(quartiles[i], 3) for i in (0, 2)]
+
+
+def as_first_rank(opinion: bool) -> bool:
+    """The first rank's opinion, on all."""
+    opinions = [opinion]
+    dist.broadcast_object_list(opinions, src=0)
+    return opinions[0]
+
+
 # -- against the hand-written loop -------------------------------------------------------------------------------
 
 
@@ -127,7 +165,8 @@ def compare(case: Case, path: str, pairs: int) -> dict[str, Any]:
     }
     for _ in range(WARM_UP):
         check_agreement(*(step() for step in sides.values()))
-    turns = in_turns({side: partial(timed, step) for side, step in sides.items()}, pairs)
+    runs = {side: partial(timed, step) for side, step in sides.items()}
+    turns = until_steady(runs, pairs, seconds=itemgetter(0), agree=as_first_rank)
     exports = in_turns({name: partial(timed, way) for name, way in export_ways(trainer).items()}, 5)
     size = sum(t.numel() * t.element_size() for bucket in trainer.export_weights().buckets() for t in bucket.values())
     trainer.close()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import venv
@@ -172,6 +173,15 @@ def test_every_method_reaches_the_ranks() -> None:
     default = {name for name in hooks if not name.startswith("_") and f"_{name}" in hooks}
     checks = {"_check", "_check_open", "_check_alive", "_check_trainable", "_unsupported", "close"}
     assert hooks - default - checks <= vars(RemoteTrainer).keys()
+
+
+def test_the_port_where_ranks_meet_is_theirs() -> None:
+    held = ray_executor.held_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", held.getsockname()[1]))
+    store = torch.distributed.TCPStore("127.0.0.1", held.getsockname()[1], 1, True)
+    store.set("here", "yes")
+    assert store.get("here") == b"yes"
 
 
 def test_without_ray(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

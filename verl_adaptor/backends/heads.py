@@ -39,6 +39,7 @@ class Head(nn.Module):
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         super().__init__()
         self.model = model
+        self._computes_on = model.device.type  # later its weights may rest elsewhere
         self.adapters: Adapters | None = None
         self.packing = config.packing
         self.compute_dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -52,7 +53,7 @@ class Head(nn.Module):
         """bfloat16 matrices where asked for."""
         if self.compute_dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.model.device.type, dtype=self.compute_dtype)
+        return torch.autocast(self._computes_on, dtype=self.compute_dtype)
 
 
 class PolicyHead(Head):

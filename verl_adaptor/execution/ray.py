@@ -45,9 +45,8 @@ class RayWorker(Worker):
 
     def place(self) -> Place:
         """Where this rank is."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
+        self._held = held_port()
+        port: int = self._held.getsockname()[1]
         node = ray.get_runtime_context().get_node_id()
         return Place(node, ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())), port)
 
@@ -56,6 +55,15 @@ class RayWorker(Worker):
         alone = environment["MASTER_ADDR"] == LOOPBACK
         network = interface(LOOPBACK if alone else ray.util.get_node_ip_address())
         self.start(({"GLOO_SOCKET_IFNAME": network} if network else {}) | environment, paths)
+
+
+def held_port() -> socket.socket:
+    """A free port that stays free while the socket lives: nobody else is given it, and torch's store may listen on it, because
+    both allow reuse and this one does not listen."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 class RayWorkers(Workers):
