@@ -57,6 +57,6 @@ clean:
 
 # deepspeed comes as source whose build looks at torch: without isolation, and without its CUDA kernels.
 .venv/.installed-dev: .venv/.torch pyproject.toml
-	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-build-isolation 'deepspeed>=0.19,<0.20'
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-build-isolation 'deepspeed>=0.19.8,<0.20'
 	$(INSTALL) -e '.[dev]'
 	touch $@ .venv/.installed-demo

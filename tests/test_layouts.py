@@ -45,6 +45,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "FSDPQwen2TP": ("fsdp", TENSOR, {"family": "qwen2"}),
     "FSDPMixtral": ("fsdp", TWO, {"family": "mixtral"}),
     "Zero0": ("zero", {**TWO, "zero_stage": 0}, {}),
+    "ZeroCP": ("zero", {"context_parallel_size": 2}, {}),
     "Zero3Qwen2": ("zero", {**TWO, "zero_stage": 3}, {"family": "qwen2"}),
     "MegatronInterleaved": (
         "megatron",

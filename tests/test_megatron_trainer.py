@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -22,7 +19,6 @@ from verl_adaptor.backends import causal_lm
 from verl_adaptor.backends.megatron import layout, model, names, rules, weights
 from verl_adaptor.backends.megatron.layout import Layout
 from verl_adaptor.backends.vocab_parallel import token_log_probs_and_entropy
-from verl_adaptor.backends.world import Axis
 from verl_adaptor.batch import denominators
 from verl_adaptor.errors import CheckpointError, ConfigError, TrainerError
 from verl_adaptor.factory import resolve_trainer
@@ -31,10 +27,10 @@ from verl_adaptor.registry import get_spec
 from verl_adaptor.testing import laws_training as laws
 from verl_adaptor.testing.bench import Bench, policy_gradient
 from verl_adaptor.testing.models import make_tiny_model
+from verl_adaptor.testing.ranks import Ranks, own_axis
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 RANKS = 2
-TIMEOUT_S = 120
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-5}
 
 
@@ -217,61 +213,16 @@ def test_a_checkpoint_goes_on_at_other_layouts(bench: Bench, tmp_path: Path) -> 
 # -- two ranks ---------------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """Two processes in one gloo group; each runs what it is handed."""
-
-    def __init__(self, store: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(RANKS):
-            mine, theirs = spawn.Pipe()
-            self._processes.append(spawn.Process(target=_serve, args=(rank, str(store), theirs), daemon=True))
-            self._processes[-1].start()
-            self._pipes.append(mine)
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned; the first error of any is raised."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} does not answer"
-            results.append(pipe.recv())
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(TIMEOUT_S)
-            assert process.exitcode == 0
-
-
-def _serve(rank: int, store: str, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    own, timeout = dist.FileStore(store, RANKS), datetime.timedelta(seconds=TIMEOUT_S / 2)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=timeout)
-    while (task := pipe.recv()) is not None:
-        try:
-            pipe.send(task[0](*task[1]))
-        except BaseException as error:  # an assertion, too, goes to the test
-            pipe.send(error)
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    both = Ranks(tmp_path_factory.mktemp("ranks") / "store")
+    both = Ranks(tmp_path_factory.mktemp("ranks"))
     yield both
     both.close()
 
 
 def slices(vocab_size: int, columns: int, dtype: torch.dtype) -> float:
     """Largest difference between a slice of the vocabulary and all of it: log-probs, entropies, gradients."""
-    axis = Axis(dist.get_rank(), RANKS, dist.group.WORLD)
+    axis = own_axis()
     generator = torch.Generator().manual_seed(0)
     whole = (4 * torch.randn(3, 5, columns, generator=generator)).to(dtype)
     whole[0, 0, 7] = -torch.inf

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
-import multiprocessing.connection
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,61 +22,9 @@ from verl_adaptor.errors import ConfigError, UnsupportedCapability
 from verl_adaptor.preflight.parallel import divisible
 from verl_adaptor.samples import Trajectory
 from verl_adaptor.testing.models import make_tiny_model
+from verl_adaptor.testing.ranks import Ranks, own_axis
 
 RANKS = 2
-TIMEOUT_S = 180
-
-
-class Ranks:
-    """Processes in one gloo group, all of which run the same functions."""
-
-    def __init__(self, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(RANKS):
-            mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, str(folder / "store"), theirs), daemon=True)
-            process.start()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, in order; the first error of any is raised."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} does not answer"
-            results.append(pipe.recv())
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(TIMEOUT_S)
-            assert process.exitcode == 0
-
-
-def _serve(rank: int, store: str, pipe: multiprocessing.connection.Connection) -> None:
-    torch.set_num_threads(1)
-    own = dist.FileStore(store, RANKS)  # a rank alone in a collective gives up before the one that waits for it
-    timeout = datetime.timedelta(seconds=TIMEOUT_S / 3)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=timeout)
-    axis = Axis(rank, RANKS, dist.group.WORLD)
-    while True:
-        try:
-            function, args = pipe.recv()
-        except EOFError:
-            break
-        try:
-            pipe.send(function(axis, *args))
-        except Exception as error:
-            pipe.send(error)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +69,9 @@ def forward_backward(head: Head, rows: Any) -> tuple[dict[str, Tensor], dict[str
     return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
-def compare(axis: Axis, path: str, config: TrainerConfig, lengths: Any = LENGTHS) -> dict[str, float]:
+def compare(path: str, config: TrainerConfig, lengths: Any = LENGTHS) -> dict[str, float]:
     """Largest difference between one rank and all, of each output and each parameter's gradient, to the largest value."""
+    axis = own_axis()
     head = load_head(path, config, torch.device("cpu"))
     alone, alone_gradients = forward_backward(head, batch(lengths))
     switch_checkpointing(head, config.activation_checkpointing)
@@ -173,8 +118,9 @@ def test_a_rank_that_holds_no_response_token(ranks: Ranks, tmp_path: Path) -> No
         assert max(differences.values()) <= 1e-6
 
 
-def exchanged(axis: Axis) -> tuple[Any, Any]:
+def exchanged() -> tuple[Any, Any]:
     """What arrives, and the gradient that comes back, where neither lies in memory in order."""
+    axis = own_axis()
     sent = (torch.arange(8.0).view(2, 2, 2) + 100 * axis.rank).requires_grad_()
     received = exchange(sent.transpose(0, 1), axis)
     received.backward((torch.arange(8.0).view(2, 2, 2) + 10 * axis.rank).transpose(0, 2))
@@ -213,7 +159,8 @@ def test_slices_make_up_the_whole(layout: str, count: int) -> None:
     assert sorted(found) == list(range(whole.targets.shape[1]))
 
 
-def refusal(axis: Axis, family: str, settings: dict[str, Any]) -> None:
+def refusal(family: str, settings: dict[str, Any]) -> None:
+    axis = own_axis()
     config = AutoConfig.for_model(family, vocab_size=264, hidden_size=24, num_hidden_layers=2, **settings)
     use_ulysses(AutoModelForCausalLM.from_config(config), axis)
 

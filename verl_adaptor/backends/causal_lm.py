@@ -313,7 +313,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         log_probs, normaliser, entropy = (torch.zeros_like(temperature) for _ in range(3))
-        for rows in _pieces(logits):
+        for rows in pieces(logits):
             z = logits[rows].float() / temperature[rows, None]
             normaliser[rows] = z.logsumexp(-1)
             log_probs[rows] = z.gather(-1, ids[rows, None])[:, 0] - normaliser[rows]
@@ -327,7 +327,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, to_log_probs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, ids, temperature, normaliser, entropy = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for rows in _pieces(logits):
+        for rows in pieces(logits):
             log_p = logits[rows].float() / temperature[rows, None] - normaliser[rows, None]
             p, d_z = log_p.exp(), torch.zeros_like(log_p)
             if to_log_probs is not None:
@@ -339,6 +339,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _pieces(logits: Tensor) -> Iterator[slice]:
+def pieces(logits: Tensor) -> Iterator[slice]:
+    """Rows of [N, V] logits, a few at a time: so that no float32 copy of all of them exists."""
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(logits), rows))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_adaptor.backends import causal_lm
-from verl_adaptor.backends.causal_lm import _pieces
+from verl_adaptor.backends.causal_lm import pieces
 from verl_adaptor.backends.world import Axis
 
 
@@ -64,7 +64,7 @@ class _SlicedTokenLogProbs(torch.autograd.Function):
         ctx.width = width
         peak = _peak(logits, temperature, width, axis)
         sums = torch.zeros(3, len(logits), device=logits.device)  # exp(d), exp(d) * d, and the token's own z
-        for rows in _pieces(logits) if width else ():
+        for rows in pieces(logits) if width else ():
             z = logits[rows, :width].float() / temperature[rows, None]
             d = z - peak[rows, None]
             e = d.exp()
@@ -83,7 +83,7 @@ class _SlicedTokenLogProbs(torch.autograd.Function):
         logits, local_ids, temperature, normaliser, entropy = ctx.saved_tensors
         width = ctx.width
         gradient = torch.zeros_like(logits) if width < logits.shape[-1] else torch.empty_like(logits)
-        for rows in _pieces(logits) if width else ():
+        for rows in pieces(logits) if width else ():
             log_p = logits[rows, :width].float() / temperature[rows, None] - normaliser[rows, None]
             p, d_z = log_p.exp(), torch.zeros_like(log_p)
             if to_log_probs is not None:
@@ -99,7 +99,7 @@ class _SlicedTokenLogProbs(torch.autograd.Function):
 def _peak(logits: Tensor, temperature: Tensor, width: int, axis: Axis) -> Tensor:
     """[N] the largest z of each token over all ranks."""
     peak = torch.full((len(logits),), -torch.inf, device=logits.device)
-    for rows in _pieces(logits) if width else ():
+    for rows in pieces(logits) if width else ():
         peak[rows] = logits[rows, :width].amax(-1).float() / temperature[rows]
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=axis.group)
     return peak

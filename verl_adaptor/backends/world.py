@@ -114,16 +114,15 @@ class World:
 
 def offload(world: World, tensors: Iterable[Tensor], tier: str) -> Offloaded:
     """`tensors` to `tier` on all ranks, or, where one of them has no room, on none. Raises `TrainerError`."""
-    away: Offloaded | None = None
+    moved: list[Offloaded] = []
     try:
         with world.together():
-            away = Offloaded(tensors, tier)
+            moved.append(Offloaded(tensors, tier))
     except Exception:
-        if away is not None:
+        for away in moved:
             away.restore()
         raise
-    assert away is not None
-    return away
+    return moved[0]
 
 
 def _portable(error: Exception) -> VerlAdaptorError:

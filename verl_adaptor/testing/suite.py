@@ -19,11 +19,11 @@ import pytest
 from verl_adaptor.capabilities import BackendSpec, Capability, Role, SupportLevel
 from verl_adaptor.errors import UnsupportedCapability
 from verl_adaptor.registry import get_spec
-from verl_adaptor.testing import laws_adapters, laws_inference, laws_pairs, laws_training
+from verl_adaptor.testing import laws_adapters, laws_inference, laws_pairs, laws_saving, laws_training
 from verl_adaptor.testing.bench import Bench
 from verl_adaptor.testing.laws import LAWS, Law
 
-_MODULES = (laws_inference, laws_training, laws_adapters, laws_pairs)  # importing them fills LAWS
+_MODULES = (laws_inference, laws_training, laws_saving, laws_adapters, laws_pairs)  # importing them fills LAWS
 
 
 def conformance_suite(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from verl_adaptor.backends import export
 from verl_adaptor.backends.blueprint import Blueprint
 from verl_adaptor.backends.fsdp import checkpoint, shards
 from verl_adaptor.backends.fsdp.options import FSDPOptions
 from verl_adaptor.backends.fsdp.tensor_parallel import share_layers
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import share_sequences
-from verl_adaptor.backends.torch_trainer import TorchTrainer
+from verl_adaptor.backends.sharded import ShardedTrainer
 from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.errors import UnsupportedCapability
 
 
-class FSDPTrainer(TorchTrainer):
+class FSDPTrainer(ShardedTrainer):
     """`TorchTrainer` over shards, on a mesh of (copies, ranks that share one, tensor-parallel ranks).
 
     Context-parallel ranks (Ulysses) share copies as data-parallel ranks do: each adds its tokens' part of the gradients.
@@ -125,9 +124,7 @@ class FSDPTrainer(TorchTrainer):
 
     @property
     def _root(self) -> FSDPModule:
-        root = self.head
-        assert isinstance(root, FSDPModule)
-        return root
+        return cast(FSDPModule, self.head)  # fully_shard changes its class in place
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
@@ -167,30 +164,14 @@ class FSDPTrainer(TorchTrainer):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return self._blueprint.tensors, self._blueprint.tied
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return shards.whole(tensors)
 
-    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        known = self._blueprint.pieces.keys()
-        own = shards.whole({name: tensor for name, tensor in tensors.items() if name not in known})
-        state = self.head.state_dict()
-        return own | self._blueprint.gather(
-            (name for name in tensors if name in known),
-            lambda names: shards.whole({name: state[name] for name in names}),
-        )
+    def _shards(self) -> Mapping[str, Tensor]:
+        return self.head.state_dict()
 
     def _value_head(self, prefix: str = "") -> dict[str, Tensor]:
         return shards.whole(super()._value_head(prefix))
-
-    def _whole_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """One bucket at a time, kept in host memory by the first rank."""
-        kept: dict[str, Tensor] = {}
-        tensors = {name: t for name, t in self._blueprint.tensors.items() if not name.startswith("value_head.")}
-        for names in export.bucketed({name: t.numel() * t.element_size() for name, t in tensors.items()}):
-            bucket = self._exported({name: tensors[name] for name in names})
-            if self.world.is_first:
-                kept |= {name: tensor.cpu() for name, tensor in bucket.items()}
-        return kept, self._value_head()
 
     # -- saving --------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_adaptor.backends import checkpoint as checkpoints
-from verl_adaptor.backends import export
 from verl_adaptor.backends.adapters import without_base
 from verl_adaptor.backends.blueprint import Blueprint
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import share_sequences
-from verl_adaptor.backends.torch_trainer import TorchTrainer
+from verl_adaptor.backends.sharded import ShardedTrainer
 from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.backends.zero import checkpoint, shards, state
 from verl_adaptor.backends.zero.engine import destroy, in_engine, make_engine
@@ -24,7 +23,7 @@ from verl_adaptor.backends.zero.optimizer import EngineOptimizer, adamw
 from verl_adaptor.backends.zero.options import ZeroOptions, zero_stage
 
 
-class ZeroTrainer(TorchTrainer):
+class ZeroTrainer(ShardedTrainer):
     """`TorchTrainer` with optimizer state, gradients and weights sharded over the data- and context-parallel ranks.
 
     ``zero_stage`` 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 (the default) weights too. Without an
@@ -77,29 +76,12 @@ class ZeroTrainer(TorchTrainer):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return self._blueprint.tensors, self._blueprint.tied
-
-    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        known = self._blueprint.pieces.keys()
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with in_engine(self.device):
-            own = shards.whole({name: tensor for name, tensor in tensors.items() if name not in known})
-            return own | self._blueprint.gather(
-                (name for name in tensors if name in known),
-                lambda names: shards.whole({name: self._own[name] for name in names}),
-            )
+            return shards.whole(tensors)
 
-    def _whole_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """One bucket at a time, kept in host memory by the first rank."""
-        kept: dict[str, Tensor] = {}
-        tensors = self._blueprint.tensors
-        for names in export.bucketed({name: t.numel() * t.element_size() for name, t in tensors.items()}):
-            bucket = self._exported({name: tensors[name] for name in names})
-            if self.world.is_first:
-                kept |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
-        prefix = "value_head."
-        value_head = {n.removeprefix(prefix): kept.pop(n) for n in list(kept) if n.startswith(prefix)}
-        return kept, value_head
+    def _shards(self) -> Mapping[str, Tensor]:
+        return self._own
 
     # -- saving --------------------------------------------------------------------------------------------------
 
