@@ -22,6 +22,8 @@ from verl_adaptor.errors import ConfigError, ModelError
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits cast to float32 at a time (64 MiB)."""
+_CACHED_ELEMENTS = 1 << 18
+"""The same on a CPU: the passes over them then stay in its cache (1 MiB)."""
 _RANDOM = re.compile(r"(dropout|pdrop|layerdrop|jitter_noise)(_rate|_prob|_p)?$")
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -316,9 +318,10 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in pieces(logits):
             z = logits[rows].float() / temperature[rows, None]
             normaliser[rows] = z.logsumexp(-1)
-            log_probs[rows] = z.gather(-1, ids[rows, None])[:, 0] - normaliser[rows]
-            if with_entropy:
-                entropy[rows] = torch.special.entr((z - normaliser[rows, None]).exp()).sum(-1)
+            log_p = z.sub_(normaliser[rows, None])
+            log_probs[rows] = log_p.gather(-1, ids[rows, None])[:, 0]
+            if with_entropy:  # 0 * -inf is NaN: a token of probability 0 adds nothing
+                entropy[rows] = -log_p.exp().mul_(log_p.clamp_(min=-1e30)).sum(-1)
         ctx.save_for_backward(logits, ids, temperature, normaliser, entropy)
         return log_probs, entropy
 
@@ -326,20 +329,36 @@ class _TokenLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, to_log_probs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, ids, temperature, normaliser, entropy = ctx.saved_tensors
+        incoming = [None if g is None else g / temperature for g in (to_log_probs, to_entropy)]
         gradient = torch.empty_like(logits)
         for rows in pieces(logits):
-            log_p = logits[rows].float() / temperature[rows, None] - normaliser[rows, None]
-            p, d_z = log_p.exp(), torch.zeros_like(log_p)
-            if to_log_probs is not None:
-                d_z -= p * to_log_probs[rows, None]
-                d_z.scatter_add_(-1, ids[rows, None], to_log_probs[rows, None])
-            if to_entropy is not None:  # 0 * -inf is NaN: a token of probability 0 moves nothing
-                d_z -= p * (log_p.clamp(min=-1e30) + entropy[rows, None]) * to_entropy[rows, None]
-            gradient[rows] = (d_z / temperature[rows, None]).to(gradient.dtype)
+            log_p = (logits[rows].float() / temperature[rows, None]).sub_(normaliser[rows, None])
+            d_z, at_id = logit_gradient(log_p, entropy[rows], *(None if g is None else g[rows] for g in incoming))
+            gradient[rows] = d_z.scatter_add_(-1, ids[rows, None], at_id[:, None])
         return gradient, None, None, None
+
+
+def logit_gradient(
+    log_p: Tensor, entropy: Tensor, to_log_probs: Tensor | None, to_entropy: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of [N, V] logits but for the one-hot part, and [N] what that part adds at each token's id.
+
+    Args:
+        log_p: [N, V]; overwritten.
+        entropy: [N].
+        to_log_probs: [N] gradients of the log-probs; None: there are none.
+        to_entropy: [N] likewise.
+    """
+    p = log_p.exp()
+    at_id = torch.zeros_like(entropy) if to_log_probs is None else to_log_probs
+    if to_entropy is None:
+        return p.mul_(-at_id[:, None]), at_id
+    by_entropy = log_p.clamp_(min=-1e30).add_(entropy[:, None]).mul_(to_entropy[:, None])  # clamped: 0 * -inf is NaN
+    return p.mul_(by_entropy.add_(at_id[:, None])).neg_(), at_id
 
 
 def pieces(logits: Tensor) -> Iterator[slice]:
     """Rows of [N, V] logits, a few at a time: so that no float32 copy of all of them exists."""
-    rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    elements = _CACHED_ELEMENTS if logits.device.type == "cpu" else _CHUNK_ELEMENTS
+    rows = max(1, elements // logits.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(logits), rows))

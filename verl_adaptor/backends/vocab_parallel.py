@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_adaptor.backends import causal_lm
-from verl_adaptor.backends.causal_lm import pieces
+from verl_adaptor.backends.causal_lm import logit_gradient, pieces
 from verl_adaptor.backends.world import Axis
 
 
@@ -66,11 +66,11 @@ class _SlicedTokenLogProbs(torch.autograd.Function):
         sums = torch.zeros(3, len(logits), device=logits.device)  # exp(d), exp(d) * d, and the token's own z
         for rows in pieces(logits) if width else ():
             z = logits[rows, :width].float() / temperature[rows, None]
-            d = z - peak[rows, None]
-            e = d.exp()
             here, place = _here(local_ids[rows], width)
-            sums[0, rows], sums[1, rows] = e.sum(-1), (e * d.clamp(min=-1e30)).sum(-1)  # 0 * -inf is NaN
             sums[2, rows] = torch.where(here, z.gather(-1, place[:, None])[:, 0], 0.0)
+            d = z.sub_(peak[rows, None])
+            e = d.exp()
+            sums[0, rows], sums[1, rows] = e.sum(-1), e.mul_(d.clamp_(min=-1e30)).sum(-1)  # 0 * -inf is NaN
         axis.sum(sums)
         log_sum = sums[0].log()
         normaliser, entropy = peak + log_sum, log_sum - sums[1] / sums[0]
@@ -82,17 +82,14 @@ class _SlicedTokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, to_log_probs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local_ids, temperature, normaliser, entropy = ctx.saved_tensors
         width = ctx.width
+        incoming = [None if g is None else g / temperature for g in (to_log_probs, to_entropy)]
         gradient = torch.zeros_like(logits) if width < logits.shape[-1] else torch.empty_like(logits)
         for rows in pieces(logits) if width else ():
-            log_p = logits[rows, :width].float() / temperature[rows, None] - normaliser[rows, None]
-            p, d_z = log_p.exp(), torch.zeros_like(log_p)
-            if to_log_probs is not None:
-                here, place = _here(local_ids[rows], width)
-                d_z -= p * to_log_probs[rows, None]
-                d_z.scatter_add_(-1, place[:, None], torch.where(here, to_log_probs[rows], 0.0)[:, None])
-            if to_entropy is not None:
-                d_z -= p * (log_p.clamp(min=-1e30) + entropy[rows, None]) * to_entropy[rows, None]
-            gradient[rows, :width] = (d_z / temperature[rows, None]).to(gradient.dtype)
+            log_p = (logits[rows, :width].float() / temperature[rows, None]).sub_(normaliser[rows, None])
+            d_z, at_id = logit_gradient(log_p, entropy[rows], *(None if g is None else g[rows] for g in incoming))
+            here, place = _here(local_ids[rows], width)
+            d_z.scatter_add_(-1, place[:, None], torch.where(here, at_id, 0.0)[:, None])
+            gradient[rows, :width] = d_z
         return gradient, None, None, None, None
 
 

@@ -80,7 +80,8 @@ class FSDPTrainer(ShardedTrainer):
             settings["mp_policy"] = half
         for layer in _layers(self.head.model):
             fully_shard(layer, **settings)
-        fully_shard(self.head, **settings)
+        # the root's forward ends with the output head and its backward begins there: let go, it would be gathered at once
+        fully_shard(self.head, **settings | {"reshard_after_forward": None if self._reshards else False})
         for module in self._fsdp_modules():
             module.set_gradient_divide_factor(1.0)  # the sum over ranks, not their mean
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
