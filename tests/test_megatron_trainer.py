@@ -49,6 +49,12 @@ def bench() -> Iterator[Bench]:
         yield made
 
 
+def test_the_cpu_is_refused_where_there_is_a_gpu(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"device='cpu'.*CUDA_VISIBLE_DEVICES=''"):
+        bench.trainer(device="cpu")
+
+
 # -- names -------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer
+from verl_adaptor.backends.causal_lm import load_causal_lm, load_config, load_tokenizer
 from verl_adaptor.batch import collate
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import EngineConfig, TrainerConfig
@@ -70,6 +70,17 @@ class Bench:
     def path(self) -> str:
         """The tiny model: two layers or more, grouped-query attention, random norms and biases."""
         return str(make_tiny_model(self.family, self.folder / self.family, **self._model))
+
+    @cached_property
+    def smooth_path(self) -> str:
+        """The same, except that a mixture's tokens go to all its experts.
+
+        Which few experts a router chooses jumps with the smallest rounding, and with it everything after it: then there is
+        nothing for bfloat16 to stay near to.
+        """
+        config = load_config(self.path, trust_remote_code=False)
+        experts = [count for key in ("num_local_experts", "num_experts") if (count := getattr(config, key, None))]
+        return self.variant("all-experts", num_experts_per_tok=experts[0]) if experts else self.path
 
     @cached_property
     def critic_path(self) -> str:

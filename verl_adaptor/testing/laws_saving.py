@@ -74,20 +74,26 @@ def another_world_size_goes_on_or_is_refused(bench: Bench) -> None:
 
 @law("T5", TRAINING, needs=(Capability.EXACT_RESUME,))
 def a_half_written_checkpoint_is_refused(bench: Bench) -> None:
-    """Whatever file is missing or cut short, loading is `CheckpointError` (C12)."""
+    """Whatever file is missing, cut short or nothing but zeros, loading is `CheckpointError` and changes nothing (C12)."""
     whole = bench.folder / "whole"
     with bench.trainer() as trainer:
+        trainer.update(bench.batch(), policy_gradient)
         trainer.save_checkpoint(whole)
+        trainer.update(bench.batch(), policy_gradient)
+        before = weights(trainer)
         names = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
         assert names, "the checkpoint is empty"
         for name in names:
-            for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-7])):
+            for damage in (Path.unlink, cut_short, blanked):
                 half = bench.folder / "half"
                 shutil.copytree(whole, half)
                 damage(half / name)
                 refuses(CheckpointError, partial(TrainerBackend.load_checkpoint, folder=half), trainer)
                 shutil.rmtree(half)
         refuses(CheckpointError, partial(TrainerBackend.load_checkpoint, folder=bench.folder / "nowhere"), trainer)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items()), (
+            "half of one was read"
+        )
 
 
 @law("T5", TRAINING, needs=(Capability.SAVE_PRETRAINED,))
@@ -161,6 +167,16 @@ def offload_gives_the_memory_back(bench: Bench) -> None:
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------
+
+
+def cut_short(file: Path) -> None:
+    """As by a crash while it was written."""
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def blanked(file: Path) -> None:
+    """As by a power cut after its length, and before its contents, reached the disk."""
+    file.write_bytes(bytes(file.stat().st_size))
 
 
 def weigh(scales: TrainerBackend, bench: Bench) -> float:

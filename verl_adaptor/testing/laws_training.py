@@ -102,11 +102,11 @@ def checkpointing_is_the_same_update(bench: Bench) -> None:
 @law("T2", TRAINING, needs=(Capability.BF16,))
 def bf16_stays_near(bench: Bench) -> None:
     """bfloat16 compute: first loss within 2e-3, grad norm within 2 %, five steps' update within 10 % of its norm."""
-    batch = bench.batch(24)
-    reference = bench.reference_trainer()
+    batch, path = bench.batch(24), bench.smooth_path
+    reference = bench.reference_trainer(path)
     before = weights(reference)
     expected = run(reference, bench, batch=batch)
-    with bench.trainer(dtype="bfloat16") as trainer:
+    with bench.trainer(path, dtype="bfloat16") as trainer:
         got = run(trainer, bench, batch=batch)
     assert abs(got.losses[0] - expected.losses[0]) <= 2e-3, (got.losses, expected.losses)
     assert abs(got.grad_norms[0] / expected.grad_norms[0] - 1) <= 0.02, (got.grad_norms, expected.grad_norms)
@@ -189,6 +189,24 @@ def a_nan_never_reaches_the_weights(bench: Bench) -> None:
         except NonFiniteGradient:
             return
     raise AssertionError("non_finite='raise' did not raise")
+
+
+@law("T7", TRAINING)
+def a_failing_loss_leaves_no_trace(bench: Bench) -> None:
+    """Where the loss raises, in whichever micro-batch, `update` raises, and the next one is as if it had not been asked for."""
+    batch = bench.batch()
+    with bench.trainer(micro_batch_size=2) as clean, bench.trainer(micro_batch_size=2) as hit:
+        for row in (0, len(batch) // 2, len(batch) - 1):
+            marked = batch.clone()
+            marked["advantages"][row, 0] = WORST
+            try:
+                hit.update(marked, failing)
+            except Exception as error:
+                assert "cannot be scored" in str(error), f"another error: {error!r}"
+            else:
+                raise AssertionError("the loss raised, and update did not")
+        results = [[trainer.update(batch, policy_gradient) for _ in range(2)] for trainer in (clean, hit)]
+        assert results[0] == results[1], f"the failed step left a trace: {results}"
 
 
 @law("I10", TRAINING)
@@ -317,6 +335,13 @@ def poisoned(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutp
     """A loss whose gradient is NaN, because of the one row with the largest advantage: on one rank of several."""
     worst = (batch["advantages"].max(-1).values == WORST)[:, None]
     return LossOutput(torch.where(worst, outputs["log_probs"] * float("nan"), outputs["log_probs"]))
+
+
+def failing(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+    """A loss that fails for the one row with the largest advantage: on one rank of several."""
+    if batch["advantages"].max() == WORST:
+        raise ValueError("this row cannot be scored")
+    return policy_gradient(outputs, batch)
 
 
 def refuses(error: type[Exception], call: Callable[[TrainerBackend], Any], trainer: TrainerBackend) -> None:

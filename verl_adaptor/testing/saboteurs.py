@@ -66,6 +66,20 @@ def _local(gradient: Any) -> torch.Tensor:
     return local
 
 
+class KeepsHalfAStep(FSDPTrainer):
+    """After a failure in the middle of a mini-batch nothing is dropped."""
+
+    def _abandon(self) -> None:
+        pass
+
+
+class StillInBackward(FSDPTrainer):
+    """After a failure in the middle FSDP still waits for the end of that backward pass, and reduces no gradient."""
+
+    def _abandon(self) -> None:
+        self._zero_grad()
+
+
 class UnmarkedNorms(MegatronTrainer):
     """Norms under sequence parallelism without the mark that has their gradients summed."""
 

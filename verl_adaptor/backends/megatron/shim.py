@@ -90,6 +90,14 @@ def active() -> Iterator[None]:
         stack.enter_context(_CudaMeansCpu())
         # its fused element-wise functions are compiled otherwise, for minutes
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # that apex, Transformer Engine and CUDA are missing is known
+        stack.enter_context(quiet())
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings that Apex, Transformer Engine and CUDA are missing: where there is no GPU, that is known."""
+    with warnings.catch_warnings():
+        if not torch.cuda.is_available():
+            warnings.simplefilter("ignore")
         yield

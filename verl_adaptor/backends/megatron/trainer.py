@@ -18,20 +18,23 @@ from transformers import AutoModel, AutoModelForCausalLM
 from verl_adaptor import memory
 from verl_adaptor.backends.causal_lm import load_config
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE
-from verl_adaptor.backends.megatron import layout, saving, shim
-from verl_adaptor.backends.megatron.layout import Layout
-from verl_adaptor.backends.megatron.model import build_chunks, expert_count, head_dim, transformer_config
-from verl_adaptor.backends.megatron.names import FAMILIES, parameters
-from verl_adaptor.backends.megatron.optimizer import MegatronOptimizer
-from verl_adaptor.backends.megatron.options import MegatronTrainerOptions
-from verl_adaptor.backends.megatron.schedule import Schedule
-from verl_adaptor.backends.megatron.weights import Source, Weights
+from verl_adaptor.backends.megatron import shim
 from verl_adaptor.backends.world import World, check_world_size, ensure_process_group, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, TrainerConfig
-from verl_adaptor.errors import ModelError, TrainerError, UnsupportedCapability
+from verl_adaptor.errors import ConfigError, ModelError, TrainerError, UnsupportedCapability
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
+
+with shim.quiet():  # Megatron's modules warn when they are imported
+    from verl_adaptor.backends.megatron import layout, saving
+    from verl_adaptor.backends.megatron.layout import Layout
+    from verl_adaptor.backends.megatron.model import build_chunks, expert_count, head_dim, transformer_config
+    from verl_adaptor.backends.megatron.names import FAMILIES, parameters
+    from verl_adaptor.backends.megatron.optimizer import MegatronOptimizer
+    from verl_adaptor.backends.megatron.options import MegatronTrainerOptions
+    from verl_adaptor.backends.megatron.schedule import Schedule
+    from verl_adaptor.backends.megatron.weights import Source, Weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,6 +71,11 @@ class MegatronTrainer(TrainerBackend):
         own = options if isinstance(options, MegatronTrainerOptions) else MegatronTrainerOptions()
         self.layout = Layout.of(config.parallel, own)
         self.device = rank_device(config.device, config.parallel.world_size)
+        if self.device.type == "cpu" and torch.cuda.is_available():
+            raise ConfigError(
+                f"device={config.device!r}: Megatron takes the GPU wherever there is one; use 'auto' or 'cuda', or hide the GPUs "
+                "with CUDA_VISIBLE_DEVICES=''."
+            )
         check_world_size(config.parallel.world_size)
         ensure_process_group(self.device, config.execution.call_timeout_s)
         self.world = World(dist.get_rank(), dist.get_world_size())
