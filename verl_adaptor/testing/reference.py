@@ -204,7 +204,11 @@ class ReferenceTrainer(TrainerBackend):
         sums: dict[str, tuple[float, float]] = {}
         for row in range(len(batch)):
             micro = batch[row : row + 1]
-            out = loss(self._row(batch, row), micro)
+            try:
+                out = loss(self._row(batch, row), micro)
+            except Exception:
+                self._optimizer.zero_grad()
+                raise
             share = aggregate(
                 out.per_token, micro["response_mask"], self.config.loss_aggregation, over, self.config.loss_scale_factor
             )

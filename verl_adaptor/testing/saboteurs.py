@@ -73,13 +73,6 @@ class KeepsHalfAStep(FSDPTrainer):
         pass
 
 
-class StillInBackward(FSDPTrainer):
-    """After a failure in the middle FSDP still waits for the end of that backward pass, and reduces no gradient."""
-
-    def _abandon(self) -> None:
-        self._zero_grad()
-
-
 class UnmarkedNorms(MegatronTrainer):
     """Norms under sequence parallelism without the mark that has their gradients summed."""
 

@@ -33,7 +33,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -85,8 +86,8 @@ def load_checkpoint(folder: Path, trainer: MegatronTrainer) -> None:
         _check_pickle(folder / ".metadata")
     with trainer.world.together():
         try:
-            loaded = dist_checkpointing.load(_state(trainer), str(folder))
-        except Exception as error:  # torch and megatron raise whatever a broken file leads them to
+            loaded = dist_checkpointing.load(_state(trainer, copied=True), str(folder))
+        except (Exception, CheckpointException) as error:  # the second is a BaseException; a broken file leads to any
             raise CheckpointError(f"{folder} cannot be loaded ({error!r}); use an older checkpoint.") from error
     for key, entry in _entries(trainer).items():
         for kind in _kinds(trainer):
@@ -111,14 +112,23 @@ def _facts(trainer: MegatronTrainer) -> dict[str, Any]:
     }
 
 
-def _state(trainer: MegatronTrainer) -> ShardedStateDict:
+def _state(trainer: MegatronTrainer, *, copied: bool = False) -> ShardedStateDict:
     """This rank's share of the weights and AdamW's averages, float32, under names of the whole model.
 
     Weights and averages of a parameter have one shape and are stored alike, whoever holds which part of them: so it does
     not matter whether one of the two trainers shares its optimizer among ranks, or computes in bfloat16.
+
+    Args:
+        trainer: whose.
+        copied: to read into: a file that breaks off half-way must not have changed the trainer.
     """
+
+    def tensor(parameter: nn.Parameter, kind: str) -> Tensor:
+        whole = trainer.whole(parameter, kind).contiguous()
+        return whole.clone() if copied else whole
+
     return {
-        f"{key}.{kind}": make_sharded_optimizer_tensor(entry, trainer.whole(entry.data, kind).contiguous(), kind)
+        f"{key}.{kind}": make_sharded_optimizer_tensor(entry, tensor(entry.data, kind), kind)
         for key, entry in _entries(trainer).items()
         for kind in _kinds(trainer)
     }
