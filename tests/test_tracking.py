@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl_adaptor.config import TrackingConfig
@@ -37,6 +37,8 @@ def metrics_of(step):
 # --- metrics.jsonl ---------------------------------------------------------------------------------------------------
 
 
+@example({"time/step": 1e308})
+@example({"time/step": -1e308})
 @given(st.dictionaries(st.text(min_size=1).filter(lambda key: key != "step"), st.floats() | st.integers(0, 10**12)))
 def test_metrics_round_trip_exactly_as_strict_json(tmp_path_factory, metrics):
     folder = tmp_path_factory.mktemp("run")

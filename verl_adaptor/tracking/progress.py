@@ -24,6 +24,8 @@ FIELDS = (
 """Metrics on the line: key, label, format."""
 QUIET_SECONDS = 2.0
 """Shortest time between two plain lines, so that a fast run does not flood a log; first and last always show."""
+_LONGEST = timedelta(days=9999)
+"""Estimated at most: a loop of one's own may log any number as a step's time."""
 
 
 class ProgressDisplay:
@@ -69,11 +71,12 @@ class ProgressDisplay:
         now = self._clock()
         seconds = metrics.get("time/step", math.nan if self._last_time is None else now - self._last_time)
         self._last_time = now
-        if math.isfinite(seconds):
+        if 0 <= seconds < math.inf:
             self._seconds.append(seconds)
         if not self._seconds:
             return None
-        return timedelta(seconds=round(statistics.fmean(self._seconds) * max(self._total - step, 0)))
+        left = statistics.fmean(self._seconds) * max(self._total - step, 0)
+        return timedelta(seconds=round(min(left, _LONGEST.total_seconds())))
 
     def note(self, text: str) -> None:
         """Print a line, above the live one where there is one."""
