@@ -183,6 +183,26 @@ def parts_of_a_mini_batch_add_up(bench: Bench) -> None:
     assert all(abs(got[key] - expected[key]) <= 1e-5 for key in ("loss", "grad_norm")), (got, expected)
 
 
+def a_broken_backward_leaves_no_trace(bench: Bench) -> None:
+    """As where memory runs out: FSDP is left in the middle, with a layer's gradients reduced and another's not."""
+
+    def out_of_memory(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    batch = bench.batch()
+    settings: dict[str, Any] = {"data_parallel_size": 2, "micro_batch_size": 2}
+    clean: Any
+    hit: Any
+    with bench.trainer(**settings) as clean, bench.trainer(**settings) as hit:
+        first = next(module for name, module in hit.head.named_modules() if name.endswith("layers.0"))
+        hook = first.register_full_backward_hook(out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            hit.update(batch, policy_gradient)
+        hook.remove()
+        results = [[trainer.update(batch, policy_gradient) for _ in range(2)] for trainer in (clean, hit)]
+    assert results[0] == results[1], results
+
+
 def each_rank_holds_its_half(bench: Bench) -> None:
     """Of the weights and of AdamW's two averages, between two updates."""
     with bench.trainer(data_parallel_size=2) as trainer:
@@ -220,6 +240,7 @@ if __name__ == "__main__":
     own = Bench(get_spec("fsdp"))
     gradients_are_reduced_once(own)
     parts_of_a_mini_batch_add_up(own)
+    a_broken_backward_leaves_no_trace(own)
     each_rank_holds_its_half(own)
     another_layout_goes_on(own, Path(sys.argv[1]))
     no_collective_is_left_waiting(own)
