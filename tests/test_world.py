@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from verl_adaptor.backends import checkpoint
 from verl_adaptor.backends import world as worlds
-from verl_adaptor.backends.torch_trainer import Sums
+from verl_adaptor.backends.sums import Sums
 from verl_adaptor.backends.world import World, offload
 from verl_adaptor.config import ExecutionConfig, ParallelConfig, TrainerConfig
 from verl_adaptor.errors import CheckpointError, ConfigError, TrainerError, VerlAdaptorError
@@ -118,7 +118,7 @@ def sum_with_one_failure() -> str:
 
 
 def test_a_loss_that_fails_on_one_rank_fails_on_all(ranks: Ranks) -> None:
-    told = "TrainerError: the loss function raised on data-parallel rank 1: TrainerError: no score"
+    told = "TrainerError: rank 1 of 2: no score"
     assert ranks(sum_with_one_failure) == [told, "TrainerError: no score"]
 
 

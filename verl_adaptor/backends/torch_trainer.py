@@ -29,52 +29,13 @@ from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_t
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE, Head, load_head
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import check_gradients, check_packing
-from verl_adaptor.backends.world import Axis, join, offload, rank_device
+from verl_adaptor.backends.sums import Sums
+from verl_adaptor.backends.world import join, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, TrainerConfig
 from verl_adaptor.errors import TrainerError, UnsupportedCapability
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, LossOutput, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
-
-
-class Sums:
-    """The loss, and metrics as (sum, weight): added up over micro-batches, then over ranks, so that no split can change one."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {"loss": (0.0, 0.0)}
-        self._failure: Exception | None = None
-
-    def add(self, share: Tensor, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """One micro-batch's share of the loss, and its metrics."""
-        self._add("loss", share.item(), 1.0)
-        for name, (value, weight) in metrics.items():
-            self._add(name, float(value.detach()), float(weight))
-
-    def _add(self, name: str, value: float, weight: float) -> None:
-        old_value, old_weight = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = old_value + value, old_weight + weight
-
-    def failed(self, error: Exception) -> None:
-        """Remember the first error of the loss function, to raise it once no other rank waits for this one."""
-        self._failure = self._failure or error
-
-    def total(self, ranks: Axis) -> dict[str, float]:
-        """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is.
-
-        Raises:
-            TrainerError: the loss function raised on another rank; where it raised here, that error.
-        """
-        found = ranks.gather((self._sums, self._failure and f"{type(self._failure).__name__}: {self._failure}"))
-        if self._failure is not None:
-            raise self._failure
-        for rank, (sums, failure) in enumerate(found):
-            if failure:
-                raise TrainerError(f"the loss function raised on data-parallel rank {rank}: {failure}")
-            if rank != ranks.rank:
-                for name, (value, weight) in sums.items():
-                    self._add(name, value, weight)
-        means = {name: value / weight if weight else 0.0 for name, (value, weight) in self._sums.items()}
-        return means | {"loss": self._sums["loss"][0]}
 
 
 class TorchTrainer(TrainerBackend):
@@ -183,22 +144,12 @@ class TorchTrainer(TrainerBackend):
         """What the loss function says of one micro-batch; if it fails, a loss of 0, because other ranks still need this one."""
         outputs = self._run(micro)
         try:
-            return self._checked(loss(outputs, micro), micro)
-        except Exception as error:
+            return loss(outputs, micro)
+        except TrainerError as error:
             if self.world.data.size == 1:
                 raise
             sums.failed(error)
             return LossOutput(0 * torch.stack(list(outputs.values())).sum(0))
-
-    def _checked(self, result: LossOutput, micro: TensorDict) -> LossOutput:
-        expected = micro["responses"].shape
-        if result.per_token.shape != expected or not result.per_token.requires_grad:
-            raise TrainerError(
-                f"the loss returned per_token of shape {tuple(result.per_token.shape)}, requires_grad="
-                f"{result.per_token.requires_grad}; it must be {tuple(expected)}, one loss a response token, and depend on "
-                f"{' or '.join(self.head.outputs)}."
-            )
-        return result
 
     def _aggregate(self, per_token: Tensor, mask: Tensor, over: Denominators) -> Tensor:
         return batches.aggregate(

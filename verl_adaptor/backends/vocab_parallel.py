@@ -49,6 +49,14 @@ def token_log_probs_and_entropy(
     return log_probs.view(ids.shape), entropy.view(ids.shape)
 
 
+def embedded_without_padding_gradient(embedded: Tensor, ids: Tensor, padding: int) -> Tensor:
+    """[..., hidden] embeddings of `ids` [...]; what ``padding_idx`` means on a whole table: that row gets no gradient.
+
+    It matters where a policy samples the padding token: its row is 0 in many models, where RMSNorm is at its steepest.
+    """
+    return torch.where((ids == padding)[..., None], embedded.detach(), embedded)
+
+
 class _SlicedTokenLogProbs(torch.autograd.Function):
     """[N, W] logits -> [N] log-probs and entropies; the backward pass recomputes the softmax piece by piece.
 

@@ -58,6 +58,30 @@ class Denominators:
     """R of the mini-batch: the divisor of seq-mean-token-sum-norm unless the config sets one."""
 
 
+@dataclass(frozen=True)
+class CheckedLoss:
+    """A loss whose every failure is a `TrainerError`: an error of one kind, which ranks can raise alike."""
+
+    loss: Loss
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: TensorDict) -> LossOutput:
+        """As the loss. Raises TrainerError if it raises, or if what it returns is no loss a token."""
+        try:
+            result = self.loss(outputs, micro)
+        except TrainerError:
+            raise
+        except Exception as error:
+            raise TrainerError(f"the loss function raised {type(error).__name__}: {error}") from error
+        expected = micro["responses"].shape
+        if result.per_token.shape != expected or not result.per_token.requires_grad:
+            raise TrainerError(
+                f"the loss returned per_token of shape {tuple(result.per_token.shape)}, requires_grad="
+                f"{result.per_token.requires_grad}; it must be {tuple(expected)}, one loss a response token, and depend on "
+                f"{' or '.join(outputs)}."
+            )
+        return result
+
+
 class TrainerBackend(abc.ABC):
     """Trains one model. Every call is handed the global batch and returns the global result in input order.
 
@@ -109,6 +133,7 @@ class TrainerBackend(abc.ABC):
 
         Raises:
             NonFiniteGradient: with ``non_finite="raise"``; the weights were not touched.
+            TrainerError: `loss` failed; no gradient of this mini-batch is left.
         """
         from verl_adaptor.batch import denominators
 
@@ -119,7 +144,7 @@ class TrainerBackend(abc.ABC):
         """Add the gradients of one (part of a) mini-batch whose denominators are `over`. Returns loss and metrics."""
         self._check(batch, head=self.config.head, also=("response_mask",))
         self._check_trainable()
-        return self._forward_backward(batch, loss, over)
+        return self._forward_backward(batch, CheckedLoss(loss), over)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, advance the schedule, clear the gradients. Returns grad_norm, learning_rate, skipped."""

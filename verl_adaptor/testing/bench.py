@@ -19,7 +19,7 @@ from verl_adaptor.execution import WorkerPool
 from verl_adaptor.factory import create_inference_engine, resolve_trainer
 from verl_adaptor.protocols import InferenceEngine, LossOutput, TrainerBackend
 from verl_adaptor.samples import Trajectory
-from verl_adaptor.testing.models import make_tiny_model
+from verl_adaptor.testing.models import PAD, make_tiny_model
 from verl_adaptor.testing.reference import ReferenceEngine, ReferenceTrainer
 
 FP32_LOG_PROB = 1e-4
@@ -165,11 +165,12 @@ class Bench:
     def batch(self, rows: int = 6, *, seed: int = 0, temperature: float = 1.0, shared: int = 1) -> TensorDict:
         """A training batch of unequal lengths, with observation tokens, advantages, returns and values.
 
-        Each prompt stands in `shared` rows.
+        The first response has the padding token in its midst, as a policy may sample it. Each prompt stands in `shared` rows.
         """
         generator = torch.Generator().manual_seed(seed)
         prompts = [prompt for prompt in self.prompts(rows, seed=seed + 1) for _ in range(shared)][:rows]
         responses = self.prompts(rows, seed=seed + 2, longest=9)
+        responses[0] = (responses[0][0], PAD, *responses[0][1:])
         trajectories = [
             Trajectory(
                 prompt_ids=prompt,
@@ -181,7 +182,7 @@ class Bench:
             )
             for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
-        batch = collate(trajectories, pad_token_id=0)
+        batch = collate(trajectories, pad_token_id=PAD)
         for key in ("advantages", "returns", "values"):
             batch[key] = torch.randn(batch["responses"].shape, generator=generator)
         return batch

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from verl_adaptor.capabilities import Capability, Role
 from verl_adaptor.config import LossAggregation
-from verl_adaptor.errors import NonFiniteGradient, TrainerClosed
+from verl_adaptor.errors import NonFiniteGradient, TrainerClosed, TrainerError
 from verl_adaptor.protocols import LossOutput, TrainerBackend
 from verl_adaptor.testing.bench import Bench, policy_gradient, squared_error
 from verl_adaptor.testing.laws import law
@@ -192,7 +192,7 @@ def a_nan_never_reaches_the_weights(bench: Bench) -> None:
 
 @law("T7", TRAINING)
 def a_failing_loss_leaves_no_trace(bench: Bench) -> None:
-    """Where the loss raises, in whichever micro-batch, `update` raises, and the next one is as if it had not been asked for."""
+    """Where the loss raises, in whichever micro-batch, `update` raises TrainerError, and the next is as if nothing had been."""
     batch = bench.batch()
     with bench.trainer(micro_batch_size=2) as clean, bench.trainer(micro_batch_size=2) as hit:
         for row in (0, len(batch) // 2, len(batch) - 1):
@@ -200,7 +200,7 @@ def a_failing_loss_leaves_no_trace(bench: Bench) -> None:
             marked["advantages"][row, 0] = WORST
             try:
                 hit.update(marked, failing)
-            except Exception as error:
+            except TrainerError as error:
                 assert "cannot be scored" in str(error), f"another error: {error!r}"
             else:
                 raise AssertionError("the loss raised, and update did not")

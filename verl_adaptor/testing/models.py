@@ -18,6 +18,7 @@ from verl_adaptor.errors import ConfigError, nearest
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 """Ids 0, 1 and 2: pad and EOS differ, as they should."""
+PAD = SPECIAL_TOKENS.index("<pad>")
 VOCAB_SIZE = 264
 """256 bytes, three special tokens, and five ids that no tokenizer entry has (C18)."""
 CHAT_TEMPLATE = (
@@ -68,7 +69,7 @@ def make_tiny_model(
     if family not in _FAMILIES:
         raise ConfigError(f"family={family!r} is unknown; {nearest(family, _FAMILIES)}.")
     model_type, settings = _FAMILIES[family]
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    ids = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**_SIZE, **ids, **settings, **overrides})
     return save_random_model(config, Path(folder), seed=seed)
 

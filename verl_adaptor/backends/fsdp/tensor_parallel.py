@@ -15,7 +15,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 
 from verl_adaptor.backends.fsdp.rules import tensor_parallel_problems
 from verl_adaptor.backends.heads import Head, PolicyHead
-from verl_adaptor.backends.vocab_parallel import token_log_probs_and_entropy
+from verl_adaptor.backends.vocab_parallel import embedded_without_padding_gradient, token_log_probs_and_entropy
 from verl_adaptor.backends.world import Axis
 from verl_adaptor.errors import ConfigError
 
@@ -176,7 +175,7 @@ def _share_vocabulary(head: Head, mesh: DeviceMesh, axis: Axis) -> None:
     padding, embedding.padding_idx = embedding.padding_idx, None  # in a slice it would be another token's row
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
     if padding is not None:
-        embedding.register_forward_hook(partial(_without_gradient, padding=padding))
+        embedding.register_forward_hook(partial(_pad_row_is_constant, padding=padding))
     if isinstance(head, PolicyHead) and output is not None:
         parallelize_module(output, mesh, ColwiseParallel())
         if tied:
@@ -184,6 +183,5 @@ def _share_vocabulary(head: Head, mesh: DeviceMesh, axis: Axis) -> None:
         head.read_logits = partial(token_log_probs_and_entropy, axis=axis, vocab_size=model.config.vocab_size)
 
 
-def _without_gradient(embedding: nn.Module, args: tuple[DTensor], hidden: Tensor, *, padding: int) -> Tensor:
-    """What ``padding_idx`` means: that row gets no gradient."""
-    return torch.where((args[0].to_local() == padding)[..., None], hidden.detach(), hidden)
+def _pad_row_is_constant(embedding: nn.Module, args: tuple[DTensor], hidden: Tensor, *, padding: int) -> Tensor:
+    return embedded_without_padding_gradient(hidden, args[0].to_local(), padding)

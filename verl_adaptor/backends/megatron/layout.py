@@ -127,6 +127,11 @@ def expert_axis() -> Axis:
     return _axis(parallel_state.get_expert_model_parallel_group())
 
 
+def world_axis() -> Axis:
+    """All ranks."""
+    return Axis(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
 def speaks() -> bool:
     """Whether this rank reports what its pipeline has computed: the first tensor-parallel rank of the last stage."""
     pipeline = pipeline_axis()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from verl_adaptor.backends.megatron import layout
 from verl_adaptor.backends.megatron.layout import Layout
 from verl_adaptor.backends.megatron.names import FAMILIES
 from verl_adaptor.backends.megatron.rows import Rows
-from verl_adaptor.backends.vocab_parallel import token_log_probs_and_entropy
+from verl_adaptor.backends.vocab_parallel import embedded_without_padding_gradient, token_log_probs_and_entropy
 from verl_adaptor.config import TrainerConfig
 from verl_adaptor.errors import ModelError
 
@@ -137,6 +138,9 @@ class Chunk(GPTModel):
         for module in self.modules():
             if isinstance(module, Router):  # it decides in float32; rounded weights would decide otherwise
                 module.weight.data = module.weight.data.float()
+        if self.pre_process and model.pad_token_id is not None:
+            padding = model.pad_token_id % model.vocab_size  # -1 is the last, as in a table that is whole
+            self.embedding.word_embeddings.register_forward_hook(partial(_pad_row_is_constant, padding=padding))
         self.rotary_pos_emb = _Positions(model)
         self.real_vocab_size = model.vocab_size
         self.value_head: nn.Linear | None = None
@@ -258,6 +262,16 @@ def _add_to_residual(*_: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor
         return residual + (value if bias is None else value + bias)
 
     return add
+
+
+def _pad_row_is_constant(
+    embedding: tensor_parallel.VocabParallelEmbedding, args: tuple[Tensor], hidden: Tensor, *, padding: int
+) -> Tensor:
+    """As in transformers. Under sequence parallelism `hidden` is [length of this rank, rows, hidden] already."""
+    ids = args[0]
+    if embedding.reduce_scatter_embeddings:
+        ids = tensor_parallel.scatter_to_sequence_parallel_region(ids.t().contiguous())
+    return embedded_without_padding_gradient(hidden, ids, padding)
 
 
 def _leave(tensor: Tensor) -> Tensor:

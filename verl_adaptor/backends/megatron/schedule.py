@@ -18,9 +18,10 @@ from verl_adaptor.backends.megatron import layout
 from verl_adaptor.backends.megatron.model import Chunk
 from verl_adaptor.backends.megatron.optimizer import MegatronOptimizer
 from verl_adaptor.backends.megatron.rows import Rows, lay_out
+from verl_adaptor.backends.sums import Sums
 from verl_adaptor.config import TrainerConfig
 from verl_adaptor.errors import TrainerError
-from verl_adaptor.protocols.trainer import Denominators, Loss, LossOutput
+from verl_adaptor.protocols.trainer import Denominators, Loss
 
 
 @dataclass
@@ -72,29 +73,29 @@ class Schedule:
 
     def forward_backward(self, batch: TensorDict, loss: Loss, over: Denominators) -> dict[str, float]:
         """Gather gradients of one mini-batch; loss and metrics of all of it, on all ranks."""
-        tally = _Tally()
+        sums = Sums()
 
         def share(chunk: Chunk, micro: MicroBatch, states: Tensor) -> Tensor:
             outputs = chunk.outputs(states, micro.rows)
             nothing = sum((value.sum() for value in outputs.values()), start=states.new_zeros(())) * 0.0
-            if not len(micro.index) or tally.problem is not None:
+            if not len(micro.index) or sums.failure is not None:
                 return nothing
             try:
-                result = _checked(loss(outputs, micro.batch), outputs, micro.batch)
-            except Exception as error:  # the other stages wait for this one's gradients: they hear of it afterwards
-                tally.problem = error
+                result = loss(outputs, micro.batch)
+            except TrainerError as error:  # the other stages wait for this one's gradients: they hear of it afterwards
+                sums.failed(error)
                 return nothing
             scale = self.config.loss_scale_factor
             mask = micro.batch["response_mask"]
             value = batches.aggregate(result.per_token, mask, self.config.loss_aggregation, over, scale=scale)
-            tally.add(value, result)
+            sums.add(value, result.metrics)
             return value
 
         try:
             for chunk in self.chunks:
                 chunk.train()  # activation checkpointing works in this mode only; there is no dropout
             self._run(batch, share, learning=True)
-            return tally.everywhere()
+            return sums.total(layout.world_axis(), counts=layout.speaks())
         except BaseException:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()  # half a mini-batch must not leak into the next step
@@ -167,52 +168,3 @@ class Schedule:
         for micro in micro_batches:
             micro.rows = micro.rows.widened(rows, length)
         return micro_batches
-
-
-class _Tally:
-    """Loss and metrics of this rank's micro-batches, or what went wrong in them."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.sums: dict[str, tuple[float, float]] = {}
-        self.problem: Exception | None = None
-
-    def add(self, loss: Tensor, result: LossOutput) -> None:
-        """One micro-batch's share."""
-        self.loss += loss.item()
-        for name, (value, weight) in result.metrics.items():
-            old_value, old_weight = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = old_value + float(value.detach()), old_weight + float(weight)
-
-    def everywhere(self) -> dict[str, float]:
-        """Added up over all ranks that speak, the same everywhere. A problem of one rank is raised on all."""
-        problem = None if self.problem is None else f"{type(self.problem).__name__}: {self.problem}"
-        mine = (layout.speaks(), self.loss, self.sums, problem)
-        ranks = [mine]
-        if dist.get_world_size() > 1:
-            ranks = [mine] * dist.get_world_size()
-            dist.all_gather_object(ranks, mine)
-        if self.problem is not None:
-            raise self.problem
-        failed = next((f"rank {rank}: {one[3]}" for rank, one in enumerate(ranks) if one[3]), None)
-        if failed is not None:
-            raise TrainerError(f"the loss failed on {failed}")
-        total = 0.0
-        sums: dict[str, tuple[float, float]] = {}
-        for _, loss, metrics, _ in filter(lambda one: one[0], ranks):
-            total += loss
-            for name, (value, weight) in metrics.items():
-                old_value, old_weight = sums.get(name, (0.0, 0.0))
-                sums[name] = old_value + value, old_weight + weight
-        return {"loss": total} | {name: value / weight if weight else 0.0 for name, (value, weight) in sums.items()}
-
-
-def _checked(result: LossOutput, outputs: dict[str, Tensor], micro: TensorDict) -> LossOutput:
-    expected = micro["responses"].shape
-    if result.per_token.shape != expected or not result.per_token.requires_grad:
-        raise TrainerError(
-            f"the loss returned per_token of shape {tuple(result.per_token.shape)}, requires_grad="
-            f"{result.per_token.requires_grad}; it must be {tuple(expected)}, one loss a response token, and depend on "
-            f"{' or '.join(outputs)}."
-        )
-    return result

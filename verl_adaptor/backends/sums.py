@@ -1,0 +1,57 @@
+"""The loss and its metrics, added up over micro-batches and ranks, so that no split can change one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from verl_adaptor.backends.world import Axis
+from verl_adaptor.errors import TrainerError
+
+
+class Sums:
+    """The loss, and metrics as (sum, weight), of one mini-batch; and the first failure of the loss function."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+        self.failure: TrainerError | None = None
+
+    def add(self, share: Tensor, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """One micro-batch's share of the loss, and its metrics."""
+        self._add("loss", share.item(), 1.0)
+        for name, (value, weight) in metrics.items():
+            self._add(name, float(value.detach()), float(weight))
+
+    def _add(self, name: str, value: float, weight: float) -> None:
+        old_value, old_weight = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = old_value + value, old_weight + weight
+
+    def failed(self, error: TrainerError) -> None:
+        """Remember the first, to raise it once no other rank waits for this one."""
+        self.failure = self.failure or error
+
+    def total(self, ranks: Axis, *, counts: bool = True) -> dict[str, float]:
+        """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is.
+
+        Args:
+            ranks: whose sums are added up.
+            counts: False where another of the ranks has the same to tell.
+
+        Raises:
+            TrainerError: the loss function failed on a rank.
+        """
+        found = ranks.gather((counts, self._sums, self.failure and str(self.failure)))
+        if self.failure is not None:
+            raise self.failure
+        for rank, (_, _, failure) in enumerate(found):
+            if failure:
+                raise TrainerError(f"rank {rank} of {ranks.size}: {failure}")
+        whole = Sums()
+        for _, sums, _ in filter(lambda one: one[0], found):
+            for name, (value, weight) in sums.items():
+                whole._add(name, value, weight)
+        loss = whole._sums.pop("loss", (0.0, 0.0))[0]
+        return {"loss": loss} | {
+            name: value / weight if weight else 0.0 for name, (value, weight) in whole._sums.items()
+        }
