@@ -114,7 +114,7 @@ def sum_with_one_failure() -> str:
     sums.add(torch.tensor(1.0), {})
     if dist.get_rank() == 1:
         sums.failed(TrainerError("no score"))
-    return error_of(lambda: sums.total(own_axis()))
+    return error_of(lambda: sums.check(own_axis(), torch.device("cpu")))
 
 
 def test_a_loss_that_fails_on_one_rank_fails_on_all(ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from verl_adaptor.backends.world import Axis
@@ -28,8 +29,19 @@ class Sums:
         self._sums[name] = old_value + value, old_weight + weight
 
     def failed(self, error: TrainerError) -> None:
-        """Remember the first, to raise it once no other rank waits for this one."""
+        """Remember the first; `check` raises it when the ranks have met."""
         self.failure = self.failure or error
+
+    def check(self, ranks: Axis, device: torch.device) -> None:
+        """Raises TrainerError on all ranks if the loss function failed on one; `device` is what their group exchanges on."""
+        failures = torch.tensor(float(self.failure is not None), device=device)
+        if not ranks.sum(failures):
+            return
+        told = ranks.gather(self.failure and str(self.failure))
+        if self.failure is not None:
+            raise self.failure
+        rank, failure = next((rank, failure) for rank, failure in enumerate(told) if failure)
+        raise TrainerError(f"rank {rank} of {ranks.size}: {failure}")
 
     def total(self, ranks: Axis, *, counts: bool = True) -> dict[str, float]:
         """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is.
@@ -37,21 +49,12 @@ class Sums:
         Args:
             ranks: whose sums are added up.
             counts: False where another of the ranks has the same to tell.
-
-        Raises:
-            TrainerError: the loss function failed on a rank.
         """
-        found = ranks.gather((counts, self._sums, self.failure and str(self.failure)))
-        if self.failure is not None:
-            raise self.failure
-        for rank, (_, _, failure) in enumerate(found):
-            if failure:
-                raise TrainerError(f"rank {rank} of {ranks.size}: {failure}")
         whole = Sums()
-        for _, sums, _ in filter(lambda one: one[0], found):
-            for name, (value, weight) in sums.items():
+        for told, sums in ranks.gather((counts, self._sums)):
+            for name, (value, weight) in sums.items() if told else ():
                 whole._add(name, value, weight)
-        loss = whole._sums.pop("loss", (0.0, 0.0))[0]
+        loss, _ = whole._sums.pop("loss", (0.0, 0.0))
         return {"loss": loss} | {
             name: value / weight if weight else 0.0 for name, (value, weight) in whole._sums.items()
         }

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -141,15 +141,14 @@ class TorchTrainer(TrainerBackend):
         self._optimizer.zero_grad()
 
     def _loss(self, loss: Loss, micro: TensorDict, sums: Sums) -> LossOutput:
-        """What the loss function says of one micro-batch; if it fails, a loss of 0, because other ranks still need this one."""
-        outputs = self._run(micro)
+        """What the loss function says of one micro-batch. Where it fails on one rank, none goes on to wait for that one."""
+        outputs, result = self._run(micro), None
         try:
-            return loss(outputs, micro)
+            result = loss(outputs, micro)
         except TrainerError as error:
-            if self.world.data.size == 1:
-                raise
             sums.failed(error)
-            return LossOutput(0 * torch.stack(list(outputs.values())).sum(0))
+        sums.check(self.world.data, self.device)
+        return cast(LossOutput, result)
 
     def _aggregate(self, per_token: Tensor, mask: Tensor, over: Denominators) -> Tensor:
         return batches.aggregate(

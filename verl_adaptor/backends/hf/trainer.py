@@ -54,6 +54,12 @@ class HFTrainer(TorchTrainer):
         # DDP takes the mean over ranks; what an earlier call has summed is equal on all, so the mean leaves it as it is
         (share if self._ddp is None else share * self.world.data.size).backward()
 
+    def _abandon(self) -> None:
+        """DDP waits for the backward pass of its last forward pass: it would sum the next gradients a micro-batch too early."""
+        if self._ddp is not None:
+            self._ddp.reducer._reset_state()
+        super()._abandon()
+
     def _optimizer_step(self) -> dict[str, float]:
         if self._ddp is None and self.world.data.size > 1:
             sum_gradients(self._optimizer.parameters, self.world.data)

@@ -95,6 +95,7 @@ class Schedule:
             for chunk in self.chunks:
                 chunk.train()  # activation checkpointing works in this mode only; there is no dropout
             self._run(batch, share, learning=True)
+            sums.check(layout.world_axis(), self.device)
             return sums.total(layout.world_axis(), counts=layout.speaks())
         except BaseException:
             if self.optimizer is not None:
