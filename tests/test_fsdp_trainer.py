@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
 from verl_adaptor import create_trainer_backend, resolve_trainer
 from verl_adaptor.batch import denominators
-from verl_adaptor.errors import CheckpointError, ConfigError, TrainerError, UnsupportedCapability
+from verl_adaptor.errors import CheckpointError, ConfigError, UnsupportedCapability
 from verl_adaptor.protocols import TrainerBackend
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing.bench import Bench, policy_gradient
@@ -102,20 +102,6 @@ def saved_critic(bench: Bench) -> Path:
 def test_options_change_no_number(bench: Bench, settings: dict[str, Any]) -> None:
     with bench.trainer(micro_batch_size=2, **settings) as trainer:
         assert_same_run(run(trainer, bench), run(bench.reference_trainer(), bench), str(settings))
-
-
-def test_half_a_mini_batch_leaves_no_gradient(bench: Bench) -> None:
-    def breaks(outputs: Any, batch: Any) -> Any:
-        if batch["attention_mask"].sum() == shortest:
-            raise RuntimeError("in the middle")
-        return policy_gradient(outputs, batch)
-
-    batch = bench.batch()
-    shortest = int(batch["attention_mask"].sum(-1)[3])
-    with bench.trainer(micro_batch_size=1) as trainer:
-        with pytest.raises(TrainerError, match="raised RuntimeError: in the middle"):
-            trainer.update(batch, breaks)
-        assert_same_run(run(trainer, bench), run(bench.reference_trainer(), bench), "after a failed update")
 
 
 @pytest.mark.parametrize(

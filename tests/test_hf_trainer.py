@@ -301,25 +301,14 @@ def test_a_non_finite_gradient_changes_nothing(llama: str, tmp_path: Path) -> No
         assert furthest(weights(t), before) == 0
 
 
-def test_a_failing_loss_leaves_no_gradient_behind(llama: str) -> None:
-    batch = batch_of(rows_of())
-    calls = iter(range(9))
-
-    def fails_late(outputs: Mapping[str, Tensor], micro: TensorDict) -> LossOutput:
-        if next(calls) == 2:
-            raise RuntimeError("boom")
-        return policy_loss(outputs, micro)
-
-    with trainer(llama, micro_batch_size=2) as t, trainer(llama, micro_batch_size=2) as calm:
-        with pytest.raises(RuntimeError, match="boom"):
-            t.update(batch, fails_late)
-        assert t.update(batch, policy_loss) == calm.update(batch, policy_loss)
+def test_what_is_no_loss_a_token_is_refused(llama: str) -> None:
+    with trainer(llama) as t:
         for wrong in (
             lambda outputs, micro: LossOutput(outputs["log_probs"].mean()),
             lambda o, m: LossOutput(o["log_probs"].detach()),
         ):
             with pytest.raises(TrainerError, match="one loss a response token"):
-                t.update(batch, wrong)
+                t.update(batch_of(rows_of()), wrong)
 
 
 @pytest.mark.parametrize("mode", ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"])
