@@ -45,6 +45,9 @@ class TorchTrainer(TrainerBackend):
     """
 
     _away: memory.Offloaded | None = None
+    _meets_in_every_backward = True
+    """Whether the backward pass of every micro-batch waits for other ranks. Then all have to know before it if the loss of one
+    has failed, and asking costs nothing; where ranks run free, to wait for each other there would cost a tenth of a step."""
 
     def __init__(self, path: str, config: TrainerConfig, options: Config | None, spec: BackendSpec) -> None:
         super().__init__(path, config, options, spec)
@@ -112,17 +115,15 @@ class TorchTrainer(TrainerBackend):
         try:
             parts = self._split(batch)
             for number, rows in enumerate(parts):
-                last = number == len(parts) - 1
-                with self._micro_step(last=last):
+                with self._micro_step(last=number == len(parts) - 1):
                     micro = self._micro(batch, rows)
                     result = self._loss(loss, micro, sums)
-                    if self._ranks_meet(last=last):
+                    if self._meets_in_every_backward:
                         sums.check(self.world.data, self.device)
-                    if result is None:
-                        continue
                     share = self._aggregate(result.per_token, micro["response_mask"], over)
                     self._backward(share)
                 sums.add(share, result.metrics)
+            sums.check(self.world.data, self.device)
             return sums.total(self.world.data)
         except BaseException:
             self._abandon()
@@ -145,19 +146,14 @@ class TorchTrainer(TrainerBackend):
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
-    def _ranks_meet(self, *, last: bool) -> bool:
-        """Whether the backward pass of this micro-batch, the last or not, waits for other ranks. If one's loss has failed, all
-        have to know before. It costs nothing where they wait for each other anyway, and a tenth of a step elsewhere."""
-        return True
-
-    def _loss(self, loss: Loss, micro: TensorDict, sums: Sums) -> LossOutput | None:
-        """What the loss function says of one micro-batch; None if it fails."""
+    def _loss(self, loss: Loss, micro: TensorDict, sums: Sums) -> LossOutput:
+        """What the loss function says of one micro-batch; if it fails, a loss of 0, for the ranks that wait for this one."""
         outputs = self._run(micro)
         try:
             return loss(outputs, micro)
         except TrainerError as error:
             sums.failed(error)
-            return None
+            return LossOutput(0 * torch.stack(list(outputs.values())).sum(0))
 
     def _aggregate(self, per_token: Tensor, mask: Tensor, over: Denominators) -> Tensor:
         return batches.aggregate(

@@ -31,6 +31,7 @@ class HFTrainer(TorchTrainer):
     """
 
     _ddp: DistributedDataParallel | None = None
+    _meets_in_every_backward = False
 
     def _parallelize(self) -> None:
         manual = self.config.parallel.gradient_sync == "manual"
@@ -49,9 +50,6 @@ class HFTrainer(TorchTrainer):
 
     def _micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
-
-    def _ranks_meet(self, *, last: bool) -> bool:
-        return last
 
     def _backward(self, share: Tensor) -> None:
         # DDP takes the mean over ranks; what an earlier call has summed is equal on all, so the mean leaves it as it is
