@@ -360,6 +360,17 @@ def on_rank(rank: int | None, act: Callable[[], Any]) -> Loss:
     return loss
 
 
+def on_rank_going_back(rank: int, act: Callable[[], Any]) -> Loss:
+    """`policy_gradient`, but in its backward pass a rank does something else first, and the others wait for that rank."""
+
+    def loss(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+        if os.environ["RANK"] == str(rank):
+            outputs["log_probs"].register_hook(lambda _: act())
+        return policy_gradient(outputs, batch)
+
+    return loss
+
+
 def raiser(error: Exception) -> Callable[[], Any]:
     def act() -> None:
         raise error
@@ -395,7 +406,7 @@ def test_a_failed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(pool.group(trainer.config, ""), "call_timeout_s", timeout_s)
         with pytest.raises(kind, match=sentence) as failed:
-            trainer.update(bench.batch(), on_rank(1, act))
+            trainer.update(bench.batch(), on_rank_going_back(1, act))
         assert "update of the hf policy trainer" in str(failed.value)
     with pytest.raises(WorkerError, match=r"were ended, because .*restart\(checkpoint\)"):
         trainer.update(bench.batch(), policy_gradient)

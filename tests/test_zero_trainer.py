@@ -17,7 +17,7 @@ import torch
 
 from verl_adaptor import create_trainer_backend
 from verl_adaptor.batch import denominators
-from verl_adaptor.errors import CheckpointError, ConfigError
+from verl_adaptor.errors import CheckpointError, ConfigError, TrainerError
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing.bench import Bench, policy_gradient
 from verl_adaptor.testing.laws_training import OPTIONS, assert_same_run, run, weights
@@ -63,7 +63,7 @@ def test_a_broken_mini_batch_leaves_nothing_behind(bench: Bench, settings: dict[
     with bench.trainer(**settings, micro_batch_size=1) as clean, bench.trainer(**settings, micro_batch_size=1) as hit:
         for trainer in (clean, hit):
             trainer.update(batch, policy_gradient)
-        with pytest.raises(InterruptedError):
+        with pytest.raises(TrainerError, match="InterruptedError"):
             hit.forward_backward(batch, breaks, denominators(batch))
         after = [trainer.update(batch, policy_gradient) for trainer in (clean, hit)]
         assert after[0] == after[1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_adaptor.backends.world import Axis
-from verl_adaptor.errors import TrainerError
+from verl_adaptor.errors import VerlAdaptorError
 
 
 class Sums:
@@ -16,7 +16,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
-        self.failure: TrainerError | None = None
+        self.failure: VerlAdaptorError | None = None
 
     def add(self, share: Tensor, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """One micro-batch's share of the loss, and its metrics."""
@@ -28,20 +28,20 @@ class Sums:
         old_value, old_weight = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = old_value + value, old_weight + weight
 
-    def failed(self, error: TrainerError) -> None:
+    def failed(self, error: VerlAdaptorError) -> None:
         """Remember the first; `check` raises it when the ranks have met."""
         self.failure = self.failure or error
 
     def check(self, ranks: Axis, device: torch.device) -> None:
-        """Raises TrainerError on all ranks if the loss function failed on one; `device` is what their group exchanges on."""
+        """Raises on all ranks what the loss function raised on one; `device` is what their group exchanges on."""
         failures = torch.tensor(float(self.failure is not None), device=device)
         if not ranks.sum(failures):
             return
-        told = ranks.gather(self.failure and str(self.failure))
+        told = ranks.gather(self.failure)
         if self.failure is not None:
             raise self.failure
-        rank, failure = next((rank, failure) for rank, failure in enumerate(told) if failure)
-        raise TrainerError(f"rank {rank} of {ranks.size}: {failure}")
+        rank, failure = next((rank, failure) for rank, failure in enumerate(told) if failure is not None)
+        raise type(failure)(f"rank {rank} of {ranks.size}: {failure}")
 
     def total(self, ranks: Axis, *, counts: bool = True) -> dict[str, float]:
         """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is.

@@ -33,7 +33,7 @@ from verl_adaptor.backends.sums import Sums
 from verl_adaptor.backends.world import join, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, TrainerConfig
-from verl_adaptor.errors import TrainerError, UnsupportedCapability
+from verl_adaptor.errors import TrainerError, UnsupportedCapability, VerlAdaptorError
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, LossOutput, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
 
@@ -151,7 +151,7 @@ class TorchTrainer(TrainerBackend):
         outputs = self._run(micro)
         try:
             return loss(outputs, micro)
-        except TrainerError as error:
+        except VerlAdaptorError as error:
             sums.failed(error)
             return LossOutput(0 * torch.stack(list(outputs.values())).sum(0))
 

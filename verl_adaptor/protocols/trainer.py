@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Support
 from verl_adaptor.config import Config, TrainerConfig
-from verl_adaptor.errors import ConfigError, TrainerClosed, TrainerError, UnsupportedCapability, nearest
+from verl_adaptor.errors import (
+    ConfigError,
+    TrainerClosed,
+    TrainerError,
+    UnsupportedCapability,
+    VerlAdaptorError,
+    nearest,
+)
 from verl_adaptor.samples import WeightUpdate
 
 if TYPE_CHECKING:
@@ -60,15 +67,15 @@ class Denominators:
 
 @dataclass(frozen=True)
 class CheckedLoss:
-    """A loss whose every failure is a `TrainerError`: an error of one kind, which ranks can raise alike."""
+    """A loss whose every failure is an error of ours, which all ranks can raise alike."""
 
     loss: Loss
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: TensorDict) -> LossOutput:
-        """As the loss. Raises TrainerError if it raises, or if what it returns is no loss a token."""
+        """As the loss. Raises TrainerError for an error that is not ours, or if what it returns is no loss a token."""
         try:
             result = self.loss(outputs, micro)
-        except TrainerError:
+        except VerlAdaptorError:
             raise
         except Exception as error:
             raise TrainerError(f"the loss function raised {type(error).__name__}: {error}") from error
@@ -133,7 +140,7 @@ class TrainerBackend(abc.ABC):
 
         Raises:
             NonFiniteGradient: with ``non_finite="raise"``; the weights were not touched.
-            TrainerError: `loss` failed; no gradient of this mini-batch is left.
+            TrainerError: `loss` failed; no gradient of this mini-batch is left. An error of ours that it raised stays what it is.
         """
         from verl_adaptor.batch import denominators
 

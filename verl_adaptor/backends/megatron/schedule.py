@@ -20,7 +20,7 @@ from verl_adaptor.backends.megatron.optimizer import MegatronOptimizer
 from verl_adaptor.backends.megatron.rows import Rows, lay_out
 from verl_adaptor.backends.sums import Sums
 from verl_adaptor.config import TrainerConfig
-from verl_adaptor.errors import TrainerError
+from verl_adaptor.errors import VerlAdaptorError
 from verl_adaptor.protocols.trainer import Denominators, Loss
 
 
@@ -82,7 +82,9 @@ class Schedule:
                 return nothing
             try:
                 result = loss(outputs, micro.batch)
-            except TrainerError as error:  # the other stages wait for this one's gradients: they hear of it afterwards
+            except (
+                VerlAdaptorError
+            ) as error:  # the other stages wait for this one's gradients: they hear of it afterwards
                 sums.failed(error)
                 return nothing
             scale = self.config.loss_scale_factor
