@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
 from verl_adaptor import create_trainer_backend, resolve_trainer
 from verl_adaptor.batch import denominators
-from verl_adaptor.errors import CheckpointError, ConfigError, UnsupportedCapability
+from verl_adaptor.errors import CheckpointError, ConfigError, TrainerError, UnsupportedCapability
 from verl_adaptor.protocols import TrainerBackend
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing.bench import Bench, policy_gradient
@@ -189,6 +189,22 @@ def a_broken_backward_leaves_no_trace(bench: Bench) -> None:
     assert results[0] == results[1], results
 
 
+def a_loss_that_fails_on_one_slice_leaves_no_trace(bench: Bench) -> None:
+    """On one of two ranks that share every row, as where one GPU is full: the other must not wait for it."""
+
+    def fails(outputs: Any, batch: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise MemoryError("this GPU is full")
+        return policy_gradient(outputs, batch)
+
+    batch = bench.batch()
+    for settings in ({"tensor_parallel_size": 2}, {"context_parallel_size": 2}):
+        with bench.trainer(**settings) as clean, bench.trainer(**settings) as hit:
+            with pytest.raises(TrainerError, match="MemoryError: this GPU is full"):
+                hit.update(batch, fails)
+            assert hit.update(batch, policy_gradient) == clean.update(batch, policy_gradient), settings
+
+
 def each_rank_holds_its_half(bench: Bench) -> None:
     """Of the weights and of AdamW's two averages, between two updates."""
     with bench.trainer(data_parallel_size=2) as trainer:
@@ -227,6 +243,7 @@ if __name__ == "__main__":
     gradients_are_reduced_once(own)
     parts_of_a_mini_batch_add_up(own)
     a_broken_backward_leaves_no_trace(own)
+    a_loss_that_fails_on_one_slice_leaves_no_trace(own)
     each_rank_holds_its_half(own)
     another_layout_goes_on(own, Path(sys.argv[1]))
     no_collective_is_left_waiting(own)

@@ -28,7 +28,7 @@ FAILURE = "a_failing_loss_leaves_no_trace"
 LAYOUTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "HFDDP": ("hf", TWO, (*CORE, FAILURE)),
     "HFManual": ("hf", {**TWO, "gradient_sync": "manual"}, UPDATE),
-    "FSDP": ("fsdp", TWO, CORE),
+    "FSDP": ("fsdp", TWO, (*CORE, FAILURE)),
     "FSDPTP": ("fsdp", TENSOR, CORE),
     "FSDPCP": ("fsdp", {"context_parallel_size": 2}, CORE),
     "FSDPTPSP": ("fsdp", SEQUENCE, UPDATE),
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "Zero3": ("zero", {**TWO, "zero_stage": 3}, (*CORE, FAILURE)),
     "MegatronTP": ("megatron", TENSOR, CORE),
     "MegatronTPSP": ("megatron", SEQUENCE, CORE),
-    "MegatronPP": ("megatron", PIPELINE, CORE),
+    "MegatronPP": ("megatron", PIPELINE, (*CORE, FAILURE)),
     "MegatronTPxPP": ("megatron", {**TENSOR, **PIPELINE}, UPDATE),
     "MegatronTPxDP": ("megatron", {**TENSOR, **TWO, "zero_stage": 1}, UPDATE),
 }

@@ -16,7 +16,7 @@ from verl_adaptor.backends import world as worlds
 from verl_adaptor.backends.sums import Sums
 from verl_adaptor.backends.world import World, offload
 from verl_adaptor.config import ExecutionConfig, ParallelConfig, TrainerConfig
-from verl_adaptor.errors import CheckpointError, ConfigError, TrainerError, VerlAdaptorError
+from verl_adaptor.errors import BatchError, CheckpointError, ConfigError, TrainerError, VerlAdaptorError
 from verl_adaptor.memory import Offloaded
 from verl_adaptor.testing.ranks import Ranks, own_axis
 
@@ -109,17 +109,20 @@ def test_all_ranks_offload_or_none(ranks: Ranks) -> None:
     ]
 
 
-def sum_with_one_failure() -> str:
+def sum_with_failures(failures: dict[int, VerlAdaptorError]) -> str:
     sums = Sums()
     sums.add(torch.tensor(1.0), {})
-    if dist.get_rank() == 1:
-        sums.failed(TrainerError("no score"))
+    if dist.get_rank() in failures:
+        sums.failed(failures[dist.get_rank()])
     return error_of(lambda: sums.check(own_axis(), torch.device("cpu")))
 
 
 def test_a_loss_that_fails_on_one_rank_fails_on_all(ranks: Ranks) -> None:
-    told = "TrainerError: rank 1 of 2: no score"
-    assert ranks(sum_with_one_failure) == [told, "TrainerError: no score"]
+    told = "TrainerError: rank 1: no score"
+    assert ranks(sum_with_failures, {1: TrainerError("no score")}) == [told, "TrainerError: no score"]
+    both = ranks(sum_with_failures, {0: BatchError("no rows"), 1: TrainerError("no score")})
+    assert both == ["BatchError: no rows", "BatchError: rank 0: no rows"], "ranks are in step if all raise one kind"
+    assert ranks(sum_with_failures, {}) == ["none", "none"]
 
 
 def test_ranks_do_not_share_a_gpu() -> None:

@@ -147,6 +147,12 @@ class CheckpointError(TrainerError):
     """A checkpoint is missing, half-written, foreign or of another layout."""
 
 
+def kind_of(error: BaseException) -> str:
+    """Name of the nearest class of this module that `error` is; empty if none. With the sentence it is all that crosses
+    between processes."""
+    return next((kind.__name__ for kind in type(error).__mro__ if globals().get(kind.__name__) is kind), "")
+
+
 def nearest(given: str, allowed: Iterable[str], *, most: int = 3) -> str:
     """The tail of an error sentence: the names nearest to a mistyped one, or all when none is near.
 

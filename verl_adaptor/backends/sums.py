@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Sums:
         """One micro-batch's share of the loss, and its metrics."""
         self._add("loss", share.item(), 1.0)
         for name, (value, weight) in metrics.items():
-            self._add(name, float(value.detach()), float(weight))
+            self._add(name, _number(value), _number(weight))
 
     def _add(self, name: str, value: float, weight: float) -> None:
         old_value, old_weight = self._sums.get(name, (0.0, 0.0))
@@ -33,15 +34,15 @@ class Sums:
         self.failure = self.failure or error
 
     def check(self, ranks: Axis, device: torch.device) -> None:
-        """Raises on all ranks what the loss function raised on one; `device` is what their group exchanges on."""
-        failures = torch.tensor(float(self.failure is not None), device=device)
-        if not ranks.sum(failures):
-            return
-        told = ranks.gather(self.failure)
-        if self.failure is not None:
-            raise self.failure
-        rank, failure = next((rank, failure) for rank, failure in enumerate(told) if failure is not None)
-        raise type(failure)(f"rank {rank} of {ranks.size}: {failure}")
+        """Raises on all ranks what the loss function raised on one; `device` is what their group exchanges on.
+
+        One number is asked for; words only where there is something to tell.
+        """
+        failed = self.failure is not None
+        if ranks.size > 1:
+            failed = bool(ranks.sum(torch.tensor(float(failed), device=device)))
+        if failed:
+            ranks.raise_first(self.failure)
 
     def total(self, ranks: Axis, *, counts: bool = True) -> dict[str, float]:
         """The whole loss, and each metric's sum / weight over all ranks; 0 where the weight is.
@@ -58,3 +59,7 @@ class Sums:
         return {"loss": loss} | {
             name: value / weight if weight else 0.0 for name, (value, weight) in whole._sums.items()
         }
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

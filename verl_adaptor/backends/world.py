@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl_adaptor import errors
 from verl_adaptor.backends.causal_lm import resolve_device
 from verl_adaptor.config import ParallelConfig
-from verl_adaptor.errors import ConfigError, TrainerError, VerlAdaptorError
+from verl_adaptor.errors import ConfigError, TrainerError, VerlAdaptorError, kind_of
 from verl_adaptor.memory import Offloaded
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Axis:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """None where `size` is 1."""
+    """None: all processes."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` becomes its sum over the axis, in place."""
@@ -58,6 +59,22 @@ class Axis:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def raise_first(self, failure: Exception | None) -> None:
+        """Where ranks bring failures, all raise the first rank's, so that all raise one kind. Returns where none does.
+
+        Raises:
+            VerlAdaptorError: another rank's error, naming it; `TrainerError` for an error that is not one of ours.
+        """
+        mine = None if failure is None else (kind_of(failure), f"{type(failure).__name__}: {failure}", str(failure))
+        for rank, found in enumerate(self.gather(mine)):
+            if found is None:
+                continue
+            if failure is not None and rank == self.rank:
+                raise failure
+            kind, foreign, sentence = found
+            retold: type[VerlAdaptorError] = getattr(errors, kind or "TrainerError")
+            raise retold(f"rank {rank}: {sentence if kind else foreign}") from failure
+
 
 @dataclass(frozen=True)
 class World:
@@ -70,6 +87,11 @@ class World:
     tensor: Axis = Axis()
     mesh: DeviceMesh | None = None
     """Dimensions named as in `AXES`; None in a world of one process."""
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks, whatever they share."""
+        return Axis(self.rank, self.size)
 
     @property
     def is_first(self) -> bool:
@@ -91,25 +113,13 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks leave this block the same way: where one raises, all do, so that none waits for it later.
-
-        Raises:
-            VerlAdaptorError: another rank's error, naming it; `TrainerError` for an error that is not one of ours.
-        """
+        """All ranks leave this block the same way: where one raises, all do (`Axis.raise_first`), so that none waits for it."""
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        failures: list[Exception | None] = [failure]
-        if self.size > 1:
-            failures = [None] * self.size
-            dist.all_gather_object(failures, failure and _portable(failure))
-        if failure is not None:
-            raise failure
-        for rank, other in enumerate(failures):
-            if other is not None:
-                raise type(other)(f"rank {rank}: {other}")
+        self.everyone.raise_first(failure)
 
 
 def offload(world: World, tensors: Iterable[Tensor], tier: str) -> Offloaded:
@@ -123,11 +133,6 @@ def offload(world: World, tensors: Iterable[Tensor], tier: str) -> Offloaded:
             away.restore()
         raise
     return moved[0]
-
-
-def _portable(error: Exception) -> VerlAdaptorError:
-    """What another rank can unpickle and raise."""
-    return error if isinstance(error, VerlAdaptorError) else TrainerError(f"{type(error).__name__}: {error}")
 
 
 def join(parallel: ParallelConfig, device: torch.device, timeout_s: float) -> World:

@@ -92,6 +92,6 @@ class Worker:
 
 def raised(error: Exception) -> Reply:
     """An exception for the wire: the nearest class of ours by name, the sentence, the traceback as text."""
-    ours = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
+    ours = errors.kind_of(error)
     sentence = str(error) if ours else f"{type(error).__name__}: {error}"
     return "raised", ours, sentence, "".join(traceback.format_exception(error))

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Support
 from verl_adaptor.config import Config, TrainerConfig
@@ -43,8 +43,12 @@ class LossOutput:
     per_token: Tensor
     """[b, R] loss of each response token; masked positions are ignored."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Name -> (sum, weight): added up over micro-batches and ranks, then divided. So no split can change a metric."""
+    """Name -> (sum, weight), of one element each: added up over micro-batches and ranks, then divided. So no split can
+    change a metric. The names in `OWN_METRICS` are taken."""
 
+
+OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
+"""What `TrainerBackend.update` itself returns."""
 
 TIERS = ("host", "disk")
 """Where `TrainerBackend.offload` can move a trainer's state."""
@@ -72,13 +76,23 @@ class CheckedLoss:
     loss: Loss
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: TensorDict) -> LossOutput:
-        """As the loss. Raises TrainerError for an error that is not ours, or if what it returns is no loss a token."""
+        """As the loss. Raises TrainerError for an error that is not ours, or if what it returns is no `LossOutput`."""
         try:
             result = self.loss(outputs, micro)
         except VerlAdaptorError:
             raise
         except Exception as error:
             raise TrainerError(f"the loss function raised {type(error).__name__}: {error}") from error
+        self._check(result, outputs, micro)
+        return result
+
+    def _check(self, result: LossOutput, outputs: Mapping[str, Tensor], micro: TensorDict) -> None:
+        from torch import Tensor
+
+        if not isinstance(result, LossOutput) or not isinstance(result.per_token, Tensor):
+            raise TrainerError(
+                f"the loss returned {type(result).__name__}; it must be LossOutput(per_token [b, R], metrics)."
+            )
         expected = micro["responses"].shape
         if result.per_token.shape != expected or not result.per_token.requires_grad:
             raise TrainerError(
@@ -86,7 +100,19 @@ class CheckedLoss:
                 f"{result.per_token.requires_grad}; it must be {tuple(expected)}, one loss a response token, and depend on "
                 f"{' or '.join(outputs)}."
             )
-        return result
+        for name, pair in result.metrics.items():
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(_is_number(value) for value in pair):
+                raise TrainerError(
+                    f"the loss returned metric {name!r}={pair!r}; it must be a pair (sum, weight) of one element each."
+                )
+            if name in OWN_METRICS:
+                raise TrainerError(
+                    f"the loss returned a metric {name!r}, which the trainer itself returns; give it another name."
+                )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or getattr(value, "numel", lambda: 0)() == 1
 
 
 class TrainerBackend(abc.ABC):

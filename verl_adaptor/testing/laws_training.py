@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from verl_adaptor.capabilities import Capability, Role
 from verl_adaptor.config import LossAggregation
 from verl_adaptor.errors import NonFiniteGradient, TrainerClosed, TrainerError
 from verl_adaptor.protocols import LossOutput, TrainerBackend
+from verl_adaptor.protocols.trainer import Loss
 from verl_adaptor.testing.bench import Bench, policy_gradient, squared_error
 from verl_adaptor.testing.laws import law
 
@@ -192,18 +194,19 @@ def a_nan_never_reaches_the_weights(bench: Bench) -> None:
 
 @law("T7", TRAINING)
 def a_failing_loss_leaves_no_trace(bench: Bench) -> None:
-    """Where the loss raises, in whichever micro-batch, `update` raises TrainerError, and the next is as if nothing had been."""
+    """Where the loss fails, in whichever way and micro-batch, `update` raises TrainerError; the next is as if it had not."""
     batch = bench.batch()
     with bench.trainer(micro_batch_size=2) as clean, bench.trainer(micro_batch_size=2) as hit:
-        for row in (0, len(batch) // 2, len(batch) - 1):
+        ways = {"cannot be scored": raises, "must be LossOutput": is_no_loss, "a pair (sum, weight)": has_no_weight}
+        for row, (sentence, way) in zip((0, len(batch) // 2, len(batch) - 1), ways.items(), strict=True):
             marked = batch.clone()
             marked["advantages"][row, 0] = WORST
             try:
-                hit.update(marked, failing)
+                hit.update(marked, partial(failing, way))
             except TrainerError as error:
-                assert "cannot be scored" in str(error), f"another error: {error!r}"
+                assert sentence in str(error), f"another error: {error!r}"
             else:
-                raise AssertionError("the loss raised, and update did not")
+                raise AssertionError("the loss failed, and update did not")
         results = [[trainer.update(batch, policy_gradient) for _ in range(2)] for trainer in (clean, hit)]
         assert results[0] == results[1], f"the failed step left a trace: {results}"
 
@@ -336,11 +339,24 @@ def poisoned(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutp
     return LossOutput(torch.where(worst, outputs["log_probs"] * float("nan"), outputs["log_probs"]))
 
 
-def failing(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+def failing(way: Loss, outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
     """A loss that fails for the one row with the largest advantage: on one rank of several."""
-    if batch["advantages"].max() == WORST:
-        raise ValueError("this row cannot be scored")
-    return policy_gradient(outputs, batch)
+    return (way if batch["advantages"].max() == WORST else policy_gradient)(outputs, batch)
+
+
+def raises(*_: Any) -> LossOutput:
+    """Nothing."""
+    raise ValueError("this row cannot be scored")
+
+
+def is_no_loss(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> Any:
+    """A tensor where `LossOutput` is asked for."""
+    return outputs["log_probs"]
+
+
+def has_no_weight(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutput:
+    """A metric that is no (sum, weight)."""
+    return LossOutput(-outputs["log_probs"], {"length": 9.0})  # type: ignore[dict-item]
 
 
 def refuses(error: type[Exception], call: Callable[[TrainerBackend], Any], trainer: TrainerBackend) -> None:

@@ -129,7 +129,7 @@ def expert_axis() -> Axis:
 
 def world_axis() -> Axis:
     """All ranks."""
-    return Axis(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    return Axis(dist.get_rank(), dist.get_world_size())
 
 
 def speaks() -> bool:

@@ -139,7 +139,7 @@ class Chunk(GPTModel):
             if isinstance(module, Router):  # it decides in float32; rounded weights would decide otherwise
                 module.weight.data = module.weight.data.float()
         if self.pre_process and model.pad_token_id is not None:
-            padding = model.pad_token_id % model.vocab_size  # -1 is the last, as in a table that is whole
+            padding = model.pad_token_id + (model.vocab_size if model.pad_token_id < 0 else 0)  # -1 is the last
             self.embedding.word_embeddings.register_forward_hook(partial(_pad_row_is_constant, padding=padding))
         self.rotary_pos_emb = _Positions(model)
         self.real_vocab_size = model.vocab_size

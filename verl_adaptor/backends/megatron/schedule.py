@@ -82,10 +82,8 @@ class Schedule:
                 return nothing
             try:
                 result = loss(outputs, micro.batch)
-            except (
-                VerlAdaptorError
-            ) as error:  # the other stages wait for this one's gradients: they hear of it afterwards
-                sums.failed(error)
+            except VerlAdaptorError as error:
+                sums.failed(error)  # the other stages wait for this one's gradients: they hear of it afterwards
                 return nothing
             scale = self.config.loss_scale_factor
             mask = micro.batch["response_mask"]
