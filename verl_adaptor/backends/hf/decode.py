@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from verl_adaptor.backends.hf.cache import Part, join
 from verl_adaptor.backends.hf.network import Network, padding_mask
-from verl_adaptor.backends.hf.sampling import Sampler, uniforms
+from verl_adaptor.backends.hf.sampling import Sampler
+from verl_adaptor.backends.sampling import uniform
 from verl_adaptor.protocols import SampleRequest
 
 _SPARE = 64
@@ -19,11 +20,10 @@ _SPARE = 64
 
 
 class Row:
-    """One sample on its way: the request, and its own stream of random numbers."""
+    """One sample on its way."""
 
     def __init__(self, sample: SampleRequest) -> None:
         self.sample = sample
-        self.uniforms: Iterator[float] = uniforms(sample.seed)
         self.alive = True
         """False once it is finished or dropped; its place in a batch is then only padding."""
 
@@ -31,6 +31,11 @@ class Row:
     def context(self) -> tuple[int, ...]:
         """Prompt and response so far."""
         return (*self.sample.prompt_token_ids, *self.sample.token_ids)
+
+    @property
+    def number(self) -> float:
+        """What the next token is drawn with."""
+        return uniform(self.sample.seed, len(self.sample.token_ids))
 
     @property
     def cached(self) -> int:
@@ -94,5 +99,5 @@ class Batch:
         mask = None if self._mask is None else self._mask[:, : self.width]
         logits = self._network(self.tokens[:, None], mask, self._positions, self.cache)[:, -1]
         self._positions += 1
-        self.tokens, log_probs = self.sampler(logits, [next(row.uniforms) for row in self.rows])
+        self.tokens, log_probs = self.sampler(logits, [row.number for row in self.rows])
         return self.tokens, log_probs

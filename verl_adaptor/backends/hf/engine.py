@@ -12,8 +12,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from verl_adaptor.backends.causal_lm import (
     load_causal_lm,
@@ -27,9 +25,10 @@ from verl_adaptor.backends.hf.cache import new_cache
 from verl_adaptor.backends.hf.decode import Batch, Prefilled, Row
 from verl_adaptor.backends.hf.network import Network, packed
 from verl_adaptor.backends.hf.sampling import Sampler
+from verl_adaptor.backends.limits import eos_token_ids, max_model_len, sampled_ids
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, EngineConfig
-from verl_adaptor.errors import ConfigError, EngineError, WeightUpdateError
+from verl_adaptor.errors import EngineError, WeightUpdateError
 from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
 
@@ -60,12 +59,12 @@ class HFEngine(InferenceEngine):
         self._tensors, tied = named_tensors(model)
         self.model = EngineModel(
             vocab_size=int(cast(Tensor, model.get_input_embeddings().weight).shape[0]),
-            max_model_len=max_model_len(model, config, path),
-            eos_token_ids=eos_token_ids(model, self.tokenizer),
+            max_model_len=max_model_len(model.config, config.max_model_len, path),
+            eos_token_ids=eos_token_ids(model.config, model.generation_config, self.tokenizer),
             tensors={name: tuple(tensor.shape) for name, tensor in self._tensors.items()},
             tied=tied,
         )
-        self._sampled_ids = sampled_ids(self.model, self.tokenizer)
+        self._sampled_ids = sampled_ids(self.model.vocab_size, self.model.eos_token_ids, self.tokenizer)
         self._rows: dict[tuple[str, int], Row] = {}
         self._waiting: deque[Row] = deque()
         self._prefilled: list[Prefilled] = []
@@ -122,7 +121,7 @@ class HFEngine(InferenceEngine):
             places = torch.tensor([place for place, _ in members], device=self._network.device)
             its_rows = [row for _, row in members]
             sampler = Sampler([row.sample for row in its_rows], self._sampled_ids, self._network.device)
-            tokens, log_probs = sampler(logits[places], [next(row.uniforms) for row in its_rows])
+            tokens, log_probs = sampler(logits[places], [row.number for row in its_rows])
             self._prefilled.append(Prefilled(its_rows, cache, places, tokens))
             deltas += self._book(its_rows, tokens, log_probs)
         return deltas
@@ -218,39 +217,3 @@ class HFEngine(InferenceEngine):
         self._prefilled, self._batch = [], None
         self._tensors = {}
         del self._network
-
-
-# -- what the model allows ---------------------------------------------------------------------------------------
-
-
-def max_model_len(model: PreTrainedModel, config: EngineConfig, path: str) -> int:
-    """The longest prompt + response: the config's, else the model's own limit."""
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    asked = config.max_model_len
-    limits = [int(limit) for limit in (asked, own) if limit is not None]
-    if not limits:
-        raise ConfigError(f"{path}: its config names no max_position_embeddings; set max_model_len.")
-    if asked is not None and asked > min(limits):
-        raise ConfigError(
-            f"max_model_len={asked} is over the model's max_position_embeddings={own} ({path}); set at most {own}."
-        )
-    return min(limits)
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """From the generation config, else the model's config, else the tokenizer; several are possible."""
-    for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
-        eos: int | list[int] | None = getattr(holder, "eos_token_id", None)
-        if isinstance(eos, int):
-            return (eos,)
-        if eos is not None:
-            return tuple(eos)
-    return ()
-
-
-def sampled_ids(model: EngineModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Ids below this may be sampled: those the tokenizer knows (C18), and EOS."""
-    if tokenizer is None:
-        return model.vocab_size
-    known = max(*tokenizer.get_vocab().values(), *model.eos_token_ids, 0)
-    return min(model.vocab_size, known + 1)
