@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "weights": GIVEN,
     "memory": GIVEN,
     "tracking": GIVEN,
-    "execution": GIVEN | {"capabilities"},  # a trainer elsewhere shows its spec here
+    "execution": GIVEN
+    | {"capabilities", "weights"},  # a trainer elsewhere shows its spec here, and hands its weights over
     "ppo": GIVEN | {"weights", "data", "tasks", "tracking"},
     "backends": DOMAIN | {"hookspecs", "weights", "memory"},
     "factory": BASE | {"protocols", "registry", "preflight", "execution"},

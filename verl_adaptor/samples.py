@@ -224,3 +224,5 @@ class WeightUpdate:
     """Alias name -> the exported name it shares memory with, e.g. ``lm_head.weight -> model.embed_tokens.weight``."""
     fused_groups: tuple[tuple[str, ...], ...] = ()
     """Names that some engines fuse (q, k, v; gate, up) and that therefore travel in one bucket."""
+    largest_bucket: int = 0
+    """Bytes that the largest bucket takes in shared memory; 0 where nobody has counted."""

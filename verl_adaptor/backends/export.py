@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import Tensor
 
 from verl_adaptor.samples import TensorMeta, WeightUpdate
+from verl_adaptor.weights import packed_size
 
 BUCKET_BYTES = 64 << 20
 """About what a bucket holds. A tensor or fused group larger than that is a bucket of its own (C08)."""
@@ -68,7 +69,8 @@ def weight_update(
         gather: makes the tensors of one bucket whole, by name; collective, so all ranks pull all buckets in step. What it
             returns lives until the next bucket: one bucket, or the largest fused group, is all that is ever whole.
     """
-    plan = bucketed({name: t.numel() * t.element_size() for name, t in tensors.items()}, bucket_bytes)
+    sizes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
+    plan = bucketed(sizes, bucket_bytes)
 
     def buckets() -> Iterator[dict[str, Tensor]]:
         for names in plan:
@@ -84,6 +86,7 @@ def weight_update(
         buckets=buckets,
         tied=dict(tied),
         fused_groups=fused_groups(tensors),
+        largest_bucket=max((packed_size(sizes[name] for name in names) for names in plan), default=0),
     )
 
 

@@ -82,6 +82,8 @@ class Workers(abc.ABC):
     """What the ranks are called in sentences: ``fsdp``."""
     world_size: int
     restartable = True
+    share_memory = False
+    """Whether the first rank is another process of this machine, so that shared memory reaches it."""
 
     @abc.abstractmethod
     def start(self) -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_adaptor.errors import TrainerError
 from verl_adaptor.protocols import TrainerBackend
 from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.weights import Layout, attach, write
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HostedTrainer:
     """All methods of the trainer, and those whose results cannot cross as they are.
 
     Weights are pulled bucket by bucket: every rank takes the step, because it may be a collective, and the first one
-    hands the bytes on.
+    hands the bytes on: through shared memory where the driver is on its machine, else as the reply.
     """
 
     def __init__(self, trainer: TrainerBackend) -> None:
         self._trainer = trainer
         self._update: WeightUpdate | None = None
         self._pulls: dict[int, Iterator[dict[str, Any]]] = {}
+        self._memories: dict[int, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -34,23 +40,40 @@ class HostedTrainer:
             "tensors": update.tensors,
             "tied": dict(update.tied),
             "fused_groups": update.fused_groups,
+            "largest_bucket": update.largest_bucket,
         }
 
-    def open_export(self, version: int, pull: int) -> None:
-        """Begin to hand out the buckets of a version, under the number `pull`. Raises `TrainerError` for a stale one."""
+    def open_export(self, version: int, pull: int, memory: tuple[str, int] | None) -> None:
+        """Begin to hand out the buckets of a version, under the number `pull`. Raises `TrainerError` for a stale one.
+
+        Args:
+            version: policy version.
+            pull: a number of the driver's.
+            memory: path and size of the shared memory for the buckets; None: they are the replies.
+        """
         if self._update is None or self._update.version != version:
             raise TrainerError(f"the weights of policy version {version} are gone; export again.")
+        if memory is not None and self._is_first:
+            self._memories[pull] = attach(*memory)
         self._pulls[pull] = self._update.buckets()
 
-    def next_bucket(self, pull: int) -> dict[str, Any] | None:
-        """The next bucket; None after the last."""
-        return next(self._pulls[pull], None)
+    def next_bucket(self, pull: int) -> dict[str, Any] | Layout | None:
+        """The next bucket, or where its tensors lie in shared memory; None after the last."""
+        bucket = next(self._pulls[pull], None)
+        if bucket is None or pull not in self._memories:
+            return bucket if self._is_first else None
+        return write(self._memories[pull], bucket)
 
     def close_export(self, pull: int) -> None:
         """Stop handing out: on all ranks at the same bucket, so that no rank is left in a collective."""
+        self._memories.pop(pull, None)
         buckets = self._pulls.pop(pull, None)
         if buckets is not None and hasattr(buckets, "close"):
             buckets.close()
+
+    @property
+    def _is_first(self) -> bool:
+        return os.environ.get("RANK", "0") == "0"
 
     def load_checkpoint(self, folder: Path) -> int:
         """Load, and tell the policy version."""

@@ -115,6 +115,7 @@ class RayWorkers(Workers):
             for rank, bundle in enumerate(_by_node(self._bundles))
         ]
         found = self._ask("place", [()] * self.world_size, deadline)
+        self.share_memory = found[0].node == ray.get_runtime_context().get_node_id()
         environments = rank_environments(found, self._execution.cpus_per_worker)
         self._ask("bind", [(environment, user_paths()) for environment in environments], deadline)
 

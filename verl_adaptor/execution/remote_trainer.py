@@ -15,6 +15,7 @@ from verl_adaptor.errors import TrainerError, UnsupportedCapability
 from verl_adaptor.execution.group import WorkerGroup
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.weights import SharedBucket, read
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -125,19 +126,26 @@ class RemoteTrainer(TrainerBackend):
     def _export_weights(self) -> WeightUpdate:
         facts = self._call("export_weights")
         self._version = facts["version"]
-        return WeightUpdate(buckets=partial(self._pull, self._version), **facts)
+        room = facts["largest_bucket"] if self._group.workers.share_memory else 0
+        return WeightUpdate(buckets=partial(self._pull, self._version, room), **facts)
 
-    def _pull(self, version: int) -> Iterator[dict[str, Tensor]]:
+    def _pull(self, version: int, room: int) -> Iterator[dict[str, Tensor]]:
+        """Each bucket through shared memory of this size, where there is any, else as a reply of the first rank."""
         pull = next(self._pulls)
         self._check_open()
-        self._call("open_export", version, pull)
+        shared = SharedBucket(room) if room else None
+        try:
+            self._call("open_export", version, pull, shared and (str(shared.path), shared.size))
+        finally:
+            if shared is not None:
+                shared.unlink()
         try:
             while True:
                 self._check_open()
-                bucket = self._call("next_bucket", pull)
-                if bucket is None:
+                found = self._call("next_bucket", pull)
+                if found is None:
                     return
-                yield bucket
+                yield found if shared is None else read(shared.memory, found)
         finally:
             if not (self._closed or self._group.broken):
                 self._call("close_export", pull)
