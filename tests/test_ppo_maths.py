@@ -13,9 +13,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_adaptor.batch import Denominators, aggregate, collate, denominators, spread_rewards
-from verl_adaptor.config import KLConfig, PPOConfig
+from verl_adaptor.config import KLConfig, PPOConfig, RolloutCorrectionConfig
 from verl_adaptor.errors import BatchError, CheckpointError
 from verl_adaptor.ppo.advantage import compute_advantages, gae, grpo, masked_whiten, reinforce_plus_plus, remax, rloo
+from verl_adaptor.ppo.correction import correct_rollout
 from verl_adaptor.ppo.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty, estimate_kl, kl_controller
 from verl_adaptor.ppo.loss import PolicyLoss, ValueLoss
 from verl_adaptor.protocols.trainer import LossOutput
@@ -177,6 +178,34 @@ def test_ppo_kl_equals_verl():
     assert (total / weight).item() == pytest.approx(
         case["policy_losses"]["vanilla"]["metrics"]["actor/ppo_kl"], abs=1e-6
     )
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("lower", [None, 0.5])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollout_correction_equals_verl(level, lower, normalize, case, inputs):
+    expected = case["corrections"][f"{level} {'2.0' if lower is None else '0.5_2.0'} {normalize}"]
+    config = RolloutCorrectionConfig(level=level, upper=2.0, lower=lower, normalize=normalize)
+    metrics = correct_rollout(inputs, config)
+    close(inputs["rollout_is_weights"], torch.tensor(expected["weights"]))
+    assert metrics["mismatch/is_ess"] == pytest.approx(expected["ess"], rel=1e-4)
+    assert 0 < metrics["mismatch/is_outside"] < 1
+    outputs = {"log_probs": inputs["new_log_probs"], "entropy": inputs["new_entropy"]}
+    loss = aggregate(
+        PolicyLoss()(outputs, inputs).per_token, inputs["response_mask"], "token-mean", denominators(inputs)
+    )
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@law
+@given(batches(), st.sampled_from(["token", "sequence"]))
+def test_what_the_policy_itself_sampled_has_weight_one(batch, level):
+    batch["rollout_log_probs"] = batch["old_log_probs"]
+    plain = {"log_probs": batch["new_log_probs"], "entropy": batch["new_entropy"]}
+    before = PolicyLoss()(plain, batch).per_token
+    correct_rollout(batch, RolloutCorrectionConfig(level=level, lower=0.5, normalize=True))
+    close(batch["rollout_is_weights"], batch["response_mask"])
+    close(PolicyLoss()(plain, batch).per_token, before)
 
 
 @pytest.mark.parametrize("mode", MODES)

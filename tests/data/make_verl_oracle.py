@@ -18,6 +18,7 @@ import verl
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos as verl_ppo
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.workers.config import ActorConfig
 
 ROWS, COLUMNS = 6, 7
@@ -55,6 +56,7 @@ def make_inputs(seed, spread):
         "new_log_probs": old + spread * normal(ROWS, COLUMNS),
         "new_entropy": normal(ROWS, COLUMNS).abs(),
         "new_values": normal(ROWS, COLUMNS),
+        "rollout_log_probs": old + min(spread, 0.6) * normal(ROWS, COLUMNS),
     }
     return {name: torch.tensor(rounded(value)) for name, value in inputs.items()}
 
@@ -133,6 +135,29 @@ def policy_losses(x):
     return results
 
 
+def corrections(x):
+    """Importance weights of what was sampled, truncated and masked, a token and a sequence; and a loss with them."""
+    mask = x["response_mask"]
+    config = ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)
+    results = {}
+    for level in ("token", "sequence"):
+        for threshold in ("2.0", "0.5_2.0"):
+            for normalize in (False, True):
+                weights, metrics = compute_rollout_correction_weights(
+                    x["old_log_probs"] - x["rollout_log_probs"], mask, level, threshold, normalize
+                )
+                loss, _ = verl_ppo.get_policy_loss_fn("vanilla")(
+                    x["old_log_probs"], x["new_log_probs"], x["advantages"], mask, "token-mean", config, weights
+                )
+                results[f"{level} {threshold} {normalize}"] = {
+                    "weights": weights.tolist(),
+                    "loss": loss.item(),
+                    "ess": metrics["rollout_is_eff_sample_size"],
+                    "mean": metrics["rollout_is_mean"],
+                }
+    return results
+
+
 def value_losses(x):
     results = {"loss": {}, "gradient": {}}
     for mode in MODES:
@@ -167,6 +192,7 @@ def main(path):
             "kl_penalties": kl_penalties(x),
             "policy_losses": policy_losses(x),
             "value_losses": value_losses(x),
+            "corrections": corrections(x),
             "aggregations": aggregations(x),
         }
     versions = {"verl": verl.__version__, "torch": torch.__version__}

@@ -41,6 +41,29 @@ class KLConfig(Config):
         return self
 
 
+class RolloutCorrectionConfig(Config):
+    """Importance weights for the gap between the policy that sampled and the one that is trained (verl's rollout correction).
+
+    A token's weight is p_trainer / p_engine; `upper` alone truncates it, `lower` too leaves out what is beyond either.
+    """
+
+    level: Literal["none", "token", "sequence"] = "none"
+    """``token``: of each token by itself, a little biased and quiet. ``sequence``: the product over the response, unbiased
+    and loud. ``none``: no weights; the gap is measured all the same."""
+    upper: Annotated[float, Field(gt=0)] = 2.0
+    """Weights above this count as this (truncated importance sampling, TIS)."""
+    lower: Annotated[float, Field(gt=0)] | None = None
+    """Set: weights below this or above upper count as 0 (masked, IcePop)."""
+    normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+
+    @model_validator(mode="after")
+    def _a_range(self) -> RolloutCorrectionConfig:
+        if self.lower is not None and self.lower > self.upper:
+            raise ConfigError(f"lower={self.lower} is above upper={self.upper}; no weight would be left.")
+        return self
+
+
 class PPOConfig(Config):
     """The algorithm. Conventions and defaults are verl's."""
 
@@ -78,6 +101,7 @@ class PPOConfig(Config):
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which only the critic learns."""
     kl: KLConfig = KLConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     missing_eos_penalty: float = 0.0
     """Added to the reward of a response that ran into max_tokens without an EOS."""
     mask_truncated: bool = False

@@ -23,6 +23,7 @@ from verl_adaptor.config import EvaluationConfig, PPOConfig, RolloutConfig, Trac
 from verl_adaptor.data import PromptSource
 from verl_adaptor.ppo.advantage import compute_advantages
 from verl_adaptor.ppo.checkpoints import Checkpoints
+from verl_adaptor.ppo.correction import correct_rollout
 from verl_adaptor.ppo.evaluate import Evaluation, evaluate
 from verl_adaptor.ppo.kl import apply_kl_penalty, kl_controller
 from verl_adaptor.ppo.loss import PolicyLoss, ValueLoss
@@ -125,6 +126,7 @@ async def train_step(run: PPO, step: int) -> dict[str, float]:
     compute_advantages(batch, config)
     metrics = batch_metrics(batch, trajectories, entropy) | kl_metrics
     check_mismatch(metrics, run.tracking_config)
+    metrics |= correct_rollout(batch, config.rollout_correction)
     if config.mask_truncated:
         batch["response_mask"] = batch["response_mask"] * finished(trajectories)[:, None]
 

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_adaptor.config import KLEstimator, PPOConfig
+from verl_adaptor.ppo.correction import WEIGHTS
 from verl_adaptor.ppo.kl import estimate_kl
 from verl_adaptor.ppo.masked import masked_mean, masked_sum, take, zero_outside
 from verl_adaptor.protocols.trainer import LossOutput
@@ -25,7 +26,8 @@ class PolicyLoss:
     """The actor's loss: a clipped objective, less an entropy bonus, plus a KL term where one is asked for.
 
     Reads ``log_probs`` and ``entropy`` [b, R] of the model; old_log_probs, advantages, response_mask [b, R] of the batch,
-    and ref_log_prob with a KL term. The gradient goes through ``log_probs`` and ``entropy`` only.
+    ref_log_prob with a KL term, and rollout_is_weights where there are any: the objective is multiplied by them. The
+    gradient goes through ``log_probs`` and ``entropy`` only.
 
     Metrics (mean over tokens): ``pg_loss``; ``clip_fraction`` and its parts ``clip_fraction_high`` (ratio above its
     range) and ``clip_fraction_low``; ``clip_fraction_dual``; ``ppo_kl`` = old - new log-prob, in nats; ``entropy`` in
@@ -72,6 +74,8 @@ class PolicyLoss:
         new, entropy = zero_outside(mask, outputs["log_probs"]), zero_outside(mask, outputs["entropy"])
         old = zero_outside(mask, take(batch, "old_log_probs", shape))
         surrogate = self._surrogate(new, old, zero_outside(mask, take(batch, "advantages", shape)), mask)
+        if WEIGHTS in batch.keys():  # noqa: SIM118 - a TensorDict is no dict
+            surrogate = surrogate._replace(loss=surrogate.loss * zero_outside(mask, take(batch, WEIGHTS, shape)))
         per_token = surrogate.loss
         metrics = surrogate.metrics(new, old) | {"entropy": entropy}
         if self.entropy_coef:
