@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from verl_adaptor.testing import conformance_suite
+from verl_adaptor.testing.laws import LAWS
 
 TWO, TENSOR, PIPELINE = {"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
@@ -24,8 +25,13 @@ CORE = (
     "a_nan_never_reaches_the_weights",
 )
 FAILURE = "a_failing_loss_leaves_no_trace"
+REST = tuple(law.name for law in LAWS if law.name not in (*CORE, FAILURE))
+"""On one rank: what the same backend's ranks do not check."""
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "FSDPAlone": ("fsdp", {}, REST),
+    "ZeroAlone": ("zero", {}, REST),
+    "MegatronAlone": ("megatron", {}, REST),
     "HFDDP": ("hf", TWO, (*CORE, FAILURE)),
     "HFManual": ("hf", {**TWO, "gradient_sync": "manual"}, UPDATE),
     "FSDP": ("fsdp", TWO, (*CORE, FAILURE)),

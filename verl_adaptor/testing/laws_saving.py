@@ -206,5 +206,6 @@ def weighing(outputs: Mapping[str, torch.Tensor], batch: TensorDict) -> LossOutp
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device)
     else:
-        held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        held = (resident - shared) * os.sysconf("SC_PAGE_SIZE")  # libraries and Ray's object store are nobody's own
     return LossOutput(0 * outputs["log_probs"], {"held": (torch.tensor(held), torch.tensor(1.0))})
