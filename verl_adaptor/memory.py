@@ -24,6 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from verl_adaptor.errors import TrainerError
 
+_M_TRIM_THRESHOLD = -1
+_FREED = 96 << 10
+"""Bytes: enough that glibc looks at the heap's end when they are freed, and few enough that they are on the heap."""
+_GROWN = {_M_TRIM_THRESHOLD: 64 << 20, -3: 32 << 20}
+"""Where glibc's own adjustment of M_TRIM_THRESHOLD and of M_MMAP_THRESHOLD ends."""
 _CHUNK = 64 << 20
 """Bytes of a device's memory that pass through the host at a time."""
 Place = tuple[torch.device, int]
@@ -87,6 +92,23 @@ def trim() -> None:
         torch.cuda.empty_cache()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+        _trim_top(libc)
+
+
+def _trim_top(libc: Any) -> None:
+    """The free end of this thread's heap too, which `malloc_trim` leaves alone in every thread but the first.
+
+    glibc cuts it when something is freed while it is longer than a threshold, which has grown to twice the largest tensor.
+    """
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    libc.mallopt(_M_TRIM_THRESHOLD, 0)
+    libc.free(libc.malloc(_FREED))
+    for parameter, grown in _GROWN.items():  # having been told one of them, glibc adjusts neither any more
+        libc.mallopt(parameter, grown)
 
 
 def _local(tensor: Tensor) -> Tensor:
