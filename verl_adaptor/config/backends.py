@@ -65,6 +65,11 @@ class ExecutionConfig(Config):
 class EngineConfig(Config):
     """What every inference engine understands."""
 
+    mode: Literal["sync", "async"] = "sync"
+    """``sync``: in this process where it fits there; it starts fast and advances while somebody waits for it. ``async``: in
+    processes of its own where the backend has them, so that it advances while this process does something else. Either
+    way it has sync, async and streaming calls."""
+
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. Log-probs are always computed in float32."""
     max_model_len: PositiveInt | None = None

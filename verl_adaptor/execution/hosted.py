@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_adaptor.errors import TrainerError
 from verl_adaptor.protocols import TrainerBackend
 from verl_adaptor.samples import WeightUpdate
-from verl_adaptor.weights import Layout, attach, write
+from verl_adaptor.weights import Layout, attach, digests, write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,12 @@ class HostedTrainer:
             "fused_groups": update.fused_groups,
             "largest_bucket": update.largest_bucket,
         }
+
+    def export_digests(self) -> dict[str, int]:
+        """Of the tensors of the last export."""
+        if self._update is None:
+            raise TrainerError("nothing was exported yet; call export_weights() first.")
+        return {name: digest for bucket in self._update.buckets() for name, digest in digests(bucket).items()}
 
     def open_export(self, version: int, pull: int, memory: tuple[str, int] | None) -> None:
         """Begin to hand out the buckets of a version, under the number `pull`. Raises `TrainerError` for a stale one.

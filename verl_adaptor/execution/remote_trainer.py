@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -118,10 +119,11 @@ class RemoteTrainer(TrainerBackend):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def export_weights(self) -> WeightUpdate:
+    def export_weights(self, *, digests: bool = False) -> WeightUpdate:
         """The weights, pulled from the ranks bucket by bucket; this process holds one bucket at a time (law T4)."""
         self._check_open()
-        return self._export_weights()
+        update = self._export_weights()
+        return dataclasses.replace(update, digests=self._call("export_digests")) if digests else update
 
     def _export_weights(self) -> WeightUpdate:
         facts = self._call("export_weights")

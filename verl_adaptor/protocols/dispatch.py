@@ -147,6 +147,13 @@ class Dispatcher:
             while self.samples:
                 self.advance()
 
+    def book(self, deltas: Sequence[Delta]) -> None:
+        """Deltas of the policy that is served now, for their samples; those of samples that are gone are dropped."""
+        for delta in deltas:
+            sample = self.samples.get((delta.request_id, delta.index))
+            if sample is not None:
+                self._deliver(sample, delta)
+
     def flush(self) -> bool:
         """Hand the deltas booked so far to those who wait for them; True if there were any."""
         with self.lock:
@@ -162,10 +169,7 @@ class Dispatcher:
             if not self.samples or self.held:
                 return
             try:
-                for delta in self._engine._step():
-                    sample = self.samples.get((delta.request_id, delta.index))
-                    if sample is not None:
-                        self._deliver(sample, delta)
+                self.book(self._engine._step())
             except Exception as cause:
                 error = EngineError(f"a generation step failed: {cause}")
                 error.__cause__ = cause

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Support
@@ -24,8 +24,10 @@ from verl_adaptor.errors import (
 from verl_adaptor.protocols.dispatch import Dispatcher
 from verl_adaptor.protocols.requests import EngineModel, PromptLike, SampleRequest, as_list, mix_seed
 from verl_adaptor.samples import Completion, Delta, Prompt, SamplingParams, WeightUpdate
+from verl_adaptor.weights import digests
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 InFlight = Literal["wait", "abort", "keep"]
@@ -195,6 +197,7 @@ class InferenceEngine(abc.ABC):
             self._check_serving()
             self._check_update(update)
             self._settle(in_flight)
+            self._dispatch.book(self._halt())
             try:
                 self._load(update)
             except BaseException as error:
@@ -202,6 +205,8 @@ class InferenceEngine(abc.ABC):
                 self._dispatch.fail_all(error)
                 raise
             self._version = update.version
+            self._go_on()
+            self._dispatch.flush()
 
     # -- pause, sleep, close -------------------------------------------------------------------------------------
 
@@ -263,6 +268,16 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]: ...
+
+    def _halt(self) -> list[Delta]:
+        """Stop between two tokens, for new weights; what was sampled and not handed out yet.
+
+        For an engine that advances by itself; one that only advances in `_step` has nothing to do.
+        """
+        return []
+
+    def _go_on(self) -> None:  # noqa: B027
+        """Undo `_halt`; nothing cached of the weights before is used again."""
 
     @abc.abstractmethod
     def _load(self, update: WeightUpdate) -> None:
@@ -373,6 +388,41 @@ class InferenceEngine(abc.ABC):
             raise WeightUpdateError(
                 f"the update is version {update.version}, older than version {self._version}, which is served; nothing was "
                 "written. Export again."
+            )
+
+    def _arriving(self, update: WeightUpdate, *, verify: bool = True) -> Iterator[dict[str, Tensor]]:
+        """The buckets of an update, without tied aliases, each checked against what was announced.
+
+        Args:
+            update: as `_load` is handed it.
+            verify: compare digests, where the update has any; False leaves that to where the tensors go on to.
+
+        Raises:
+            WeightUpdateError: a tensor is not as announced, or was changed on its way, or has not come at the end.
+        """
+        missing = set(self.model.tensors)
+        for bucket in update.buckets():
+            new = {name: tensor for name, tensor in bucket.items() if name not in self.model.tied}
+            for name, tensor in new.items():
+                if self.model.tensors.get(name) != tuple(tensor.shape):
+                    raise WeightUpdateError(
+                        f"{name} {tuple(tensor.shape)} arrived, which was not announced; export the weights again."
+                    )
+            if verify and update.digests:
+                self._compare(update, digests(new))
+            yield new
+            missing -= new.keys()
+        if missing:
+            raise WeightUpdateError(
+                f"{len(missing)} announced tensors never arrived: {', '.join(sorted(missing)[:5])}; export the weights again."
+            )
+
+    def _compare(self, update: WeightUpdate, arrived: Mapping[str, int]) -> None:
+        """Raise `WeightUpdateError` where a digest of what arrived differs from the update's."""
+        changed = [name for name, digest in arrived.items() if update.digests.get(name) != digest]
+        if changed:
+            raise WeightUpdateError(
+                f"{len(changed)} tensors arrived with other bytes than were sent: {', '.join(changed[:5])}; make a new engine."
             )
 
     def _check_serving(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from verl_adaptor.errors import (
     nearest,
 )
 from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.weights import digests as digests_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -193,13 +195,22 @@ class TrainerBackend(abc.ABC):
         """Version of the weights exported last; 0 is the model as loaded."""
         return self._version
 
-    def export_weights(self) -> WeightUpdate:
-        """The weights under their Hugging Face names, in buckets; the version advances if they changed (law T4)."""
+    def export_weights(self, *, digests: bool = False) -> WeightUpdate:
+        """The weights under their Hugging Face names, in buckets; the version advances if they changed (law T4).
+
+        Args:
+            digests: take a digest of each tensor first, so that the engine can tell whether what arrives is what was sent.
+                It takes another pass over the weights.
+        """
         self._check_open()
         if self._changed:
             self._version += 1
             self._changed = False
-        return self._export_weights()
+        update = self._export_weights()
+        return dataclasses.replace(update, digests=self._digests(update)) if digests else update
+
+    def _digests(self, update: WeightUpdate) -> dict[str, int]:
+        return {name: digest for bucket in update.buckets() for name, digest in digests_of(bucket).items()}
 
     # -- saving --------------------------------------------------------------------------------------------------
 

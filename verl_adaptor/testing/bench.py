@@ -97,9 +97,10 @@ class Bench:
 
     # -- what is tested ------------------------------------------------------------------------------------------
 
-    def engine(self, **settings: Any) -> InferenceEngine:
-        """A fresh engine of the backend under test."""
-        engine = create_inference_engine(self.path, backend=self.spec.name, **{**self._engine_settings, **settings})
+    def engine(self, backend: str | None = None, **settings: Any) -> InferenceEngine:
+        """A fresh engine of the backend under test, or of another."""
+        common = self._engine_settings if backend is None else {}
+        engine = create_inference_engine(self.path, backend=backend or self.spec.name, **{**common, **settings})
         self._open.append(engine)
         return engine
 

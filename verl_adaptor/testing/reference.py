@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer, named_tensors
+from verl_adaptor.backends.export import bucketed, fused_groups
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE
 from verl_adaptor.backends.optimizer import schedule_factor
 from verl_adaptor.batch import aggregate
@@ -239,14 +240,15 @@ class ReferenceTrainer(TrainerBackend):
         tensors, tied = named_tensors(self._network)
 
         def buckets() -> Iterator[dict[str, Tensor]]:
-            for name, tensor in tensors.items():
-                yield {name: tensor.detach()}
+            for names in bucketed(dict.fromkeys(tensors, 1), 1):  # the smallest that keep fused groups whole
+                yield {name: tensors[name].detach() for name in names}
 
         metas = tuple(
             TensorMeta(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in tensors.items()
         )
-        return WeightUpdate(version=self.policy_version, tensors=metas, buckets=buckets, tied=tied)
+        fused = fused_groups(tensors)
+        return WeightUpdate(version=self.policy_version, tensors=metas, buckets=buckets, tied=tied, fused_groups=fused)
 
     def _save_checkpoint(self, folder: Path) -> None:
         partial = folder.with_name(folder.name + ".partial")

@@ -28,7 +28,7 @@ from verl_adaptor.backends.hf.sampling import Sampler
 from verl_adaptor.backends.limits import eos_token_ids, max_model_len, sampled_ids
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, EngineConfig
-from verl_adaptor.errors import EngineError, WeightUpdateError
+from verl_adaptor.errors import EngineError
 from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
 
@@ -185,21 +185,9 @@ class HFEngine(InferenceEngine):
     @torch.no_grad()
     def _load(self, update: WeightUpdate) -> None:
         self._requeue()
-        missing = set(self._tensors)
-        for bucket in update.buckets():
+        for bucket in self._arriving(update):
             for name, new in bucket.items():
-                if name in self.model.tied:
-                    continue  # its memory is written under the other name
-                if name not in self._tensors or new.shape != self._tensors[name].shape:
-                    raise WeightUpdateError(
-                        f"{name} {tuple(new.shape)} arrived, which was not announced; export the weights again."
-                    )
                 self._tensors[name].copy_(new)
-                missing.discard(name)
-        if missing:
-            raise WeightUpdateError(
-                f"{len(missing)} announced tensors never arrived: {', '.join(sorted(missing)[:5])}; export the weights again."
-            )
 
     def _requeue(self) -> None:
         """Running rows back to the head of the queue: their cache is the old policy's, so they are read anew."""

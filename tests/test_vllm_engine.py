@@ -1,0 +1,239 @@
+"""The vllm engine, in this process and beside it: every law for engines, and what is vLLM's own to get wrong.
+
+`make test` starts it in this process for every law, and once beside it for the laws that one start can check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl_adaptor import create_inference_engine
+from verl_adaptor.errors import ConfigError, EngineError, InvalidRequest, ModelError, WeightUpdateError
+from verl_adaptor.protocols import InferenceEngine
+from verl_adaptor.registry import get_spec
+from verl_adaptor.samples import SamplingParams
+from verl_adaptor.testing import conformance_suite
+from verl_adaptor.testing.bench import Bench, policy_gradient
+
+WIDE = {"head_dim": 32}
+"""vLLM on a CPU knows no head of less."""
+STARTS_ANOTHER = ("an_aborted_request", "an_update", "a_wrong_update", "tokens_know", "close_is", "the_process_is")
+"""Laws that take an engine of their own."""
+
+TestHere = conformance_suite("vllm", model=WIDE)
+TestBeside = conformance_suite("vllm", model=WIDE, engine_settings={"mode": "async"})
+for name in [attribute for attribute in vars(TestBeside) if attribute.startswith("test_")]:
+    if any(own in name for own in STARTS_ANOTHER):
+        setattr(TestBeside, name, pytest.mark.slow(getattr(TestBeside, name)))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    bench = Bench(get_spec("vllm"), model=WIDE)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(scope="module")
+def engine(bench: Bench) -> InferenceEngine:
+    return bench.engine()
+
+
+# -- what does not start -----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_served_is_said_with_its_cure(bench: Bench, tmp_path: Path) -> None:
+    """And the process can start another engine afterwards."""
+    whole = Path(bench.path)
+    unknown, bare = tmp_path / "unknown", tmp_path / "bare"
+    shutil.copytree(whole, unknown)
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(
+        json.dumps({**config, "model_type": "nonesuch", "architectures": ["Nonesuch"]})
+    )
+    shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (tmp_path / "nowhere", {}, ModelError, "nowhere"),
+        (unknown, {}, ModelError, "model_type"),
+        (bare, {}, ModelError, "no weights"),
+        (bench.variant("narrow", head_dim=8), {}, ModelError, "head_dim=8"),
+        (whole, {"max_model_len": 513}, ConfigError, "max_position_embeddings=512"),
+        (whole, {"kv_cache_gib": 1e-5}, ConfigError, "kv_cache_gib"),
+        (whole, {"engine_args": {"seed": 1}}, ConfigError, "engine_args holds seed"),
+        (whole, {"engine_args": {"no_such": 1}}, ConfigError, "no_such"),
+        (whole, {"tensor_parallel_size": 3}, ConfigError, "allowed: 1, 2, 4"),
+    ]
+    for path, settings, kind, told in wrong:
+        with pytest.raises(kind, match=told):
+            create_inference_engine(path, backend="vllm", **settings)
+    with create_inference_engine(whole, backend="vllm") as engine:
+        assert engine.generate([[5, 6]], SamplingParams(max_tokens=2))[0].token_ids
+
+
+@pytest.mark.parametrize("gone", ["use_beam_search", "best_of", "logits_processors"])
+def test_what_engines_have_dropped_is_refused_with_what_to_do_instead(gone: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{gone} is no sampling parameter: engines"):
+        SamplingParams(**{gone: True})
+
+
+SCRIPT = """
+import sys
+from verl_adaptor import create_inference_engine
+from verl_adaptor.samples import SamplingParams
+
+if __name__ == "__main__":
+    engine = create_inference_engine(sys.argv[1], backend="vllm", mode=sys.argv[2])
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
+    if sys.argv[3] == "closes":
+        engine.close()
+    if sys.argv[3] == "waits":
+        print("ready", flush=True)
+        sys.stdin.read()
+"""
+
+
+def run_script(bench: Bench, mode: str, ending: str) -> subprocess.Popen[str]:
+    script = bench.folder / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, str(script), bench.path, mode, ending],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "MARK": f"{os.getpid()}-{mode}-{ending}", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that have inherited this variable."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"MARK={mark}\0".encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", ["closes", pytest.param("forgets", marks=pytest.mark.slow)])
+def test_a_script_is_told_nothing_and_ends_by_itself(bench: Bench, mode: str, ending: str) -> None:
+    segments = set(Path("/dev/shm").iterdir())
+    script = run_script(bench, mode, ending)
+    out, err = script.communicate(timeout=200)
+    assert script.returncode == 0 and (out, err) == ("", "")
+    assert not marked(f"{os.getpid()}-{mode}-{ending}") and set(Path("/dev/shm").iterdir()) <= segments
+
+
+@pytest.mark.slow
+def test_a_killed_script_takes_its_engine_along(bench: Bench) -> None:
+    segments = set(Path("/dev/shm").iterdir())
+    script = run_script(bench, "async", "waits")
+    assert script.stdout is not None and script.stdout.readline() == "ready\n"
+    mark = f"{os.getpid()}-async-waits"
+    assert len(marked(mark)) > 1
+    script.kill()
+    deadline = time.monotonic() + 60
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not marked(mark), "the engine's processes outlive the script"
+    assert set(Path("/dev/shm").iterdir()) <= segments
+    script.communicate()
+
+
+def vllm_processes() -> set[int]:
+    """vLLM's own of this machine, by the names that they give themselves."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"VLLM::" in file.read_bytes():
+                found.add(int(file.parent.name))
+    return found
+
+
+@pytest.mark.slow
+def test_an_engine_whose_process_dies_says_so(bench: Bench) -> None:
+    before = vllm_processes()
+    with bench.engine(mode="async") as engine:
+
+        async def scenario() -> None:
+            call = asyncio.ensure_future(engine.agenerate([5, 6], SamplingParams(max_tokens=400, ignore_eos=True)))
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            for pid in vllm_processes() - before:
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(call, 60)
+
+        with pytest.raises(EngineError):
+            asyncio.run(scenario())
+
+
+# -- weights -----------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_fused_group_is_refused(bench: Bench) -> None:
+    """q without k and v would corrupt the layer in silence."""
+    good = bench.reference_trainer().export_weights()
+
+    def one_by_one() -> Iterator[dict[str, torch.Tensor]]:
+        for bucket in good.buckets():
+            for name, tensor in bucket.items():
+                yield {name: tensor}
+
+    with bench.engine() as engine:
+        with pytest.raises(WeightUpdateError, match="one bucket"):
+            engine.update_weights(dataclasses.replace(good, buckets=one_by_one, version=1))
+        with pytest.raises(EngineError, match="failed half-way"):
+            engine.score([[5, 6, 7]])
+
+
+def test_bytes_that_change_on_their_way_are_noticed(bench: Bench) -> None:
+    good = bench.reference_trainer().export_weights(digests=True)
+
+    def noisy() -> Iterator[dict[str, torch.Tensor]]:
+        for bucket in good.buckets():
+            yield {name: tensor + (1e-6 if name.endswith("o_proj.weight") else 0) for name, tensor in bucket.items()}
+
+    for backend in ("vllm", "hf"):
+        with bench.engine(backend) as engine:
+            engine.update_weights(dataclasses.replace(good, version=1))
+            with pytest.raises(WeightUpdateError, match=r"other bytes than were sent: .*o_proj"):
+                engine.update_weights(dataclasses.replace(good, buckets=noisy, version=2))
+
+
+def test_the_same_seed_gives_the_same_tokens_as_hf(engine: InferenceEngine, bench: Bench) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=7, n=3, top_p=0.95)
+    ours, theirs = engine.generate(bench.prompts(4), params), bench.engine("hf").generate(bench.prompts(4), params)
+    same = [a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True)]
+    assert sum(same) >= 11, "a sum that rounds otherwise may tip one draw of 144, not more"
+
+
+def test_a_preempted_request_goes_on_where_it_was(bench: Bench) -> None:
+    """A cache too small for all requests: vLLM throws some out and reads them again; their samples are the same."""
+    params = SamplingParams(max_tokens=200, ignore_eos=True, seed=3)
+    prompts = bench.prompts(6, seed=5)
+    with bench.engine(kv_cache_gib=3 * 512 * 512 / 2**30) as tight:
+        squeezed = tight.generate(prompts, params)
+    free = bench.engine().generate(prompts, params)
+    assert [c.token_ids for c in squeezed] == [c.token_ids for c in free]
+
+
+def test_a_trainer_in_this_process_outlives_the_engine(bench: Bench) -> None:
+    """vLLM would end torch.distributed with its engine."""
+    with bench.engine() as engine, bench.reference_trainer(learning_rate=0.05) as trainer:
+        trainer.update(bench.batch(), policy_gradient)
+        engine.update_weights(trainer.export_weights())
+    assert torch.distributed.is_initialized()
+    torch.distributed.barrier()

@@ -1,0 +1,285 @@
+"""vLLM's engine core, in this process or beside it, behind the calls that an engine needs."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import gc
+import queue
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from typing_extensions import override
+from vllm import AsyncEngineArgs, EngineArgs
+from vllm import SamplingParams as VLLMParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from verl_adaptor.backends.vllm.sampler import SEED, TEMPERATURE
+from verl_adaptor.errors import EngineError
+from verl_adaptor.protocols import SampleRequest
+
+T = TypeVar("T")
+
+EXTENSION = "verl_adaptor.backends.vllm.worker.WorkerExtension"
+START_S = 600.0
+"""Longest that a process of its own may take to start."""
+CALL_S = 600.0
+"""Longest that it may take to answer a call, such as to load a bucket."""
+STEP_S = 600.0
+"""Longest that it may take for a token of any running request."""
+SHUTDOWN_S = 10.0
+"""Longest that it may take to end."""
+
+
+class Core(abc.ABC):
+    """Requests in, outputs out, and calls to the workers."""
+
+    workers_are_here: bool
+    """Whether the workers are in this process, and what `call` hands them needs no shared memory."""
+
+    @abc.abstractmethod
+    def add(self, name: str, token_ids: Sequence[int], params: VLLMParams) -> None:
+        """Take a request in."""
+
+    @abc.abstractmethod
+    def step(self) -> list[RequestOutput]:
+        """What has come since the last call; waits for something."""
+
+    @abc.abstractmethod
+    def abort(self, names: list[str]) -> None:
+        """Forget these requests; unknown ones are ignored."""
+
+    @abc.abstractmethod
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of `WorkerExtension` on all workers."""
+
+    @abc.abstractmethod
+    def halt(self) -> list[RequestOutput]:
+        """Stop between two tokens; what has come and was not handed out yet."""
+
+    @abc.abstractmethod
+    def go_on(self) -> None:
+        """Undo `halt`. Running requests are read anew: no key-value from before is used again."""
+
+    @abc.abstractmethod
+    def sleep(self) -> None:
+        """Weights to the host, the key-value cache away."""
+
+    @abc.abstractmethod
+    def wake_up(self, tags: list[str]) -> None:
+        """Take this memory again: ``weights``, ``kv_cache``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free the model and its cache, and end the processes."""
+
+
+class CoreHere(Core):
+    """In this process, and only advancing in `step`; with several workers, those are processes of their own.
+
+    Args:
+        arguments: of vLLM's `EngineArgs`.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.workers_are_here = arguments["distributed_executor_backend"] == "uni"
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=EXTENSION))
+        gc.unfreeze()  # vLLM froze all that this process had, for good
+        client: Any = self._llm.engine_core
+        client._finalizer.detach()  # it would end torch.distributed under a trainer
+        self._core = client.engine_core
+
+    @override
+    def add(self, name: str, token_ids: Sequence[int], params: VLLMParams) -> None:
+        self._llm.add_request(name, prompt(token_ids), params)
+
+    @override
+    def step(self) -> list[RequestOutput]:
+        return self._llm.step()
+
+    @override
+    def abort(self, names: list[str]) -> None:
+        self._llm.abort_request(names)
+
+    @override
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._llm.collective_rpc(method, args=arguments)
+
+    @override
+    def halt(self) -> list[RequestOutput]:
+        return []
+
+    @override
+    def go_on(self) -> None:
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    @override
+    def sleep(self) -> None:
+        self._llm.sleep(1)
+
+    @override
+    def wake_up(self, tags: list[str]) -> None:
+        self._llm.wake_up(tags)
+
+    @override
+    def close(self) -> None:
+        self._core.structured_output_manager.clear_backend()
+        self._core.model_executor.shutdown()
+        self._core.scheduler.shutdown()
+
+
+class CoreBeside(Core):
+    """In a process of its own, advancing by itself; its outputs are collected by a thread here."""
+
+    workers_are_here = False
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arrived: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-outputs", daemon=True)
+        self._thread.start()
+        try:
+            self.llm: AsyncLLM = self._wait(self._start(arguments), START_S)
+        except BaseException:
+            self._end_loop()
+            raise
+
+    async def _start(self, arguments: Mapping[str, Any]) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, worker_extension_cls=EXTENSION))
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"vLLM's engine process did not answer within {timeout_s:.0f} s; close this engine."
+            ) from None
+
+    @override
+    def add(self, name: str, token_ids: Sequence[int], params: VLLMParams) -> None:
+        self._loop.call_soon_threadsafe(self._follow_soon, name, prompt(token_ids), params)
+
+    def _follow_soon(self, name: str, prompt: Any, params: VLLMParams) -> None:
+        self._following[name] = self._loop.create_task(self._follow(name, prompt, params))
+
+    async def _follow(self, name: str, prompt: Any, params: VLLMParams) -> None:
+        try:
+            async for output in self.llm.generate(prompt, params, name):
+                self._arrived.put(output)
+        except Exception as error:
+            self._arrived.put(error)
+        finally:
+            self._following.pop(name, None)
+
+    @override
+    def step(self) -> list[RequestOutput]:
+        try:
+            arrived = [self._arrived.get(timeout=STEP_S)]
+        except queue.Empty:
+            raise EngineError(f"vLLM's engine process gave no token for {STEP_S:.0f} s; close this engine.") from None
+        return self._checked(arrived + self._rest())
+
+    def _rest(self) -> list[RequestOutput | Exception]:
+        return [self._arrived.get_nowait() for _ in range(self._arrived.qsize())]
+
+    def _checked(self, arrived: list[RequestOutput | Exception]) -> list[RequestOutput]:
+        for found in arrived:
+            if isinstance(found, Exception):
+                raise found
+        return arrived
+
+    @override
+    def abort(self, names: list[str]) -> None:
+        self._wait(self.llm.abort(names))
+
+    @override
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._wait(self.llm.collective_rpc(method, args=arguments))
+
+    @override
+    def halt(self) -> list[RequestOutput]:
+        self._wait(self._halt())
+        return self._checked(self._rest())
+
+    async def _halt(self) -> None:
+        """vLLM answers after all outputs from before; then they still go through tasks of this loop."""
+        await self.llm.pause_generation(mode="keep")
+        while not self.llm.engine_core.outputs_queue.empty() or any(
+            state.queue is not None and state.queue.output is not None
+            for state in self.llm.output_processor.request_states.values()
+        ):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    @override
+    def go_on(self) -> None:
+        self._wait(self.llm.resume_generation())
+
+    @override
+    def sleep(self) -> None:
+        self._wait(self.llm.sleep(1))
+
+    @override
+    def wake_up(self, tags: list[str]) -> None:
+        self._wait(self.llm.wake_up(tags))
+
+    @override
+    def close(self) -> None:
+        self._wait(self._stop(), SHUTDOWN_S + 5)
+        self._end_loop()
+
+    async def _stop(self) -> None:
+        for task in self._following.values():
+            task.cancel()
+        self.llm.shutdown(SHUTDOWN_S)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def prompt(token_ids: Sequence[int]) -> Any:
+    """Token ids as vLLM takes them without looking at a tokenizer."""
+    return {"type": "token", "prompt_token_ids": list(token_ids)}
+
+
+def sampling(sample: SampleRequest) -> VLLMParams:
+    """vLLM's params for one sample: its tokens one by one, each with its log-prob."""
+    params = sample.params
+    return VLLMParams(
+        temperature=1.0 if params.temperature else 0.0,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        stop_token_ids=sorted(sample.stop_token_ids),
+        ignore_eos=True,  # EOS is among stop_token_ids, where it is to end the response
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={SEED: sample.seed, TEMPERATURE: params.temperature},
+    )
+
+
+def scoring() -> VLLMParams:
+    """vLLM's params for the log-probs of a prompt; the one token that it must generate is thrown away."""
+    return VLLMParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

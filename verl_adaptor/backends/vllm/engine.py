@@ -1,0 +1,249 @@
+"""`VLLMEngine`: vLLM's engine core under this project's contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+
+from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, outline, resolve_device
+from verl_adaptor.backends.export import fused_groups
+from verl_adaptor.backends.limits import eos_token_ids, max_model_len, sampled_ids
+from verl_adaptor.backends.vllm.environment import vllm_environment, without_noise
+from verl_adaptor.backends.vllm.memory import kv_cache_bytes
+from verl_adaptor.backends.vllm.options import VLLMOptions
+from verl_adaptor.backends.vllm.transfer import share
+from verl_adaptor.backends.world import ensure_process_group
+from verl_adaptor.capabilities import BackendSpec, Capability
+from verl_adaptor.config import Config, EngineConfig
+from verl_adaptor.errors import ConfigError, EngineError, ModelError, WeightUpdateError
+from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
+from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
+
+with vllm_environment():
+    from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
+
+_JOIN_TIMEOUT_S = 600.0
+_SCORE = "score"
+
+
+class VLLMEngine(InferenceEngine):
+    """Serves what vLLM serves, with this project's log-probs, seeds and weight updates.
+
+    Raises:
+        ModelError: the folder cannot be read, or vLLM does not know the architecture.
+        ConfigError: max_model_len is over what the model was made for, the key-value cache cannot hold one sequence, or
+            this process is one of several ranks.
+    """
+
+    def __init__(self, path: str, config: EngineConfig, options: Config | None, spec: BackendSpec) -> None:
+        super().__init__(path, config, options, spec)
+        own = cast(VLLMOptions, options)
+        self._device = resolve_device(config.device)
+        model_config = load_config(path, config.trust_remote_code)
+        self.tokenizer = load_tokenizer(path, config.trust_remote_code)
+        drawn = outline(path, config.trust_remote_code)
+        self.model = EngineModel(
+            vocab_size=drawn.vocab_size,
+            max_model_len=max_model_len(model_config, config.max_model_len, path),
+            eos_token_ids=eos_token_ids(model_config, _generation_config(path), self.tokenizer),
+            tensors=drawn.tensors,
+            tied=drawn.tied,
+        )
+        self._names: dict[str, tuple[str, int]] = {}
+        """vLLM's name of each running sample -> ours."""
+        self._early: list[Delta] = []
+        """What came while `score` was waiting for something else."""
+        self._temperature = 1.0
+        self._sleeping: set[str] = set()
+        self._core = self._start(own, model_config)
+
+    def _start(self, own: VLLMOptions, model_config: PreTrainedConfig) -> Core:
+        config, model = self.config, self.model
+        beside = config.mode == "async"
+        if not beside:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise ConfigError(
+                    f"this process is one of {dist.get_world_size()} ranks, and vLLM in it would be one of them; set "
+                    "mode='async': then it has processes of its own."
+                )
+            ensure_process_group(torch.device("cpu"), _JOIN_TIMEOUT_S)
+        eager = self._device.type == "cpu" if own.enforce_eager is None else own.enforce_eager
+        arguments = {
+            "model": self.path,
+            "skip_tokenizer_init": True,
+            "trust_remote_code": config.trust_remote_code,
+            "dtype": config.dtype,
+            "seed": config.seed,
+            # one more: a sequence of the longest length is scored as a prompt, after which vLLM must generate a token
+            "max_model_len": model.max_model_len + 1,
+            "max_num_seqs": config.max_batch_size,
+            "max_num_batched_tokens": max(config.max_prefill_tokens, config.max_batch_size),
+            "tensor_parallel_size": config.parallel.tensor_parallel_size,
+            "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
+            "distributed_executor_backend": "mp" if beside or config.parallel.world_size > 1 else "uni",
+            "enforce_eager": eager,
+            "enable_prefix_caching": own.prefix_caching,
+            "async_scheduling": False,
+            "gpu_memory_utilization": own.gpu_memory_utilization,
+            "kv_cache_memory_bytes": kv_cache_bytes(own, config, model_config, model.max_model_len + 1, self._device),
+            "enable_sleep_mode": self._device.type == "cuda",
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        taken = sorted(arguments.keys() & own.engine_args.keys())
+        if taken:
+            raise ConfigError(
+                f"engine_args holds {', '.join(taken)}, for which there are settings here; use those instead."
+            )
+        with vllm_environment(beside=beside), nullcontext() if beside else without_noise():
+            try:
+                core: Core = (CoreBeside if beside else CoreHere)({**arguments, **own.engine_args})
+            except (ValueError, TypeError, RuntimeError, OSError) as error:
+                raise self._explained(error) from error
+        sampled = sampled_ids(model.vocab_size, model.eos_token_ids, self.tokenizer)
+        core.call("adaptor_install", sampled, config.seed)
+        return core
+
+    def _explained(self, error: Exception) -> Exception:
+        """vLLM's reason not to start, with the cure."""
+        said = str(error).strip()
+        if "KV cache" in said:
+            return ConfigError(
+                f"the key-value cache cannot hold one sequence of max_model_len={self.model.max_model_len}; set a larger "
+                f"kv_cache_gib, or a smaller max_model_len. vLLM said: {said}"
+            )
+        if "architectures" in said:
+            return ModelError(f"{self.path}: vLLM does not serve this model; use backend='hf'. vLLM said: {said}")
+        return EngineError(f"{self.path}: vLLM did not start: {type(error).__name__}: {said}")
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _admit(self, samples: Sequence[SampleRequest]) -> None:
+        for sample in samples:
+            name = f"{sample.request_id}/{sample.index}"
+            self._names[name] = sample.key
+            self._core.add(name, sample.prompt_token_ids, sampling(sample))
+
+    def _step(self) -> list[Delta]:
+        early, self._early = self._early, []
+        return early or self._deltas(self._core.step())
+
+    def _drop(self, keys: Sequence[tuple[str, int]]) -> None:
+        names = [name for name in (f"{request}/{index}" for request, index in keys) if self._names.pop(name, None)]
+        if names:
+            self._core.abort(names)
+
+    def _deltas(self, outputs: Sequence[Any]) -> list[Delta]:
+        deltas = []
+        for output in outputs:
+            key = self._names.get(output.request_id)
+            if key is None:
+                continue
+            [new] = output.outputs
+            log_probs = tuple(new.logprobs.logprobs)
+            if any(value != value for value in log_probs):
+                raise EngineError("the model's logits are NaN; check its weights, and the last weight update.")
+            reason: FinishReason | None = new.finish_reason
+            deltas.append(
+                Delta(
+                    request_id=key[0],
+                    index=key[1],
+                    token_ids=tuple(new.token_ids),
+                    log_probs=log_probs,
+                    finish_reason=reason,
+                )
+            )
+            if reason is not None:
+                del self._names[output.request_id]
+        return deltas
+
+    # -- score and weights ---------------------------------------------------------------------------------------
+
+    def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        if temperature != self._temperature:
+            self._core.call("adaptor_score_at", temperature)
+            self._temperature = temperature
+        waiting = {f"{_SCORE}/{next(self._ids)}": row for row in range(len(token_ids))}
+        for name, row in waiting.items():
+            self._core.add(name, token_ids[row], scoring())
+        scores: list[list[float]] = [[] for _ in token_ids]
+        while waiting:
+            outputs = self._core.step()
+            self._early += self._deltas(outputs)
+            for output in outputs:
+                if output.request_id in waiting and output.finished:
+                    scores[waiting.pop(output.request_id)] = list(output.prompt_logprobs.logprobs)
+        return scores
+
+    def _halt(self) -> list[Delta]:
+        early, self._early = self._early, []
+        return early + self._deltas(self._core.halt())
+
+    def _go_on(self) -> None:
+        self._core.go_on()
+
+    def _load(self, update: WeightUpdate) -> None:
+        self._core.call("adaptor_begin")
+        if self._core.workers_are_here:
+            for bucket in self._whole(self._arriving(update)):
+                self._core.call("adaptor_load", bucket)
+        else:
+            compare = partial(self._compare, update) if update.digests else None
+            share(self._core.call, self._whole(self._arriving(update, verify=False)), compare)
+        self._core.call("adaptor_finish")
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Weights to the host and the key-value cache away, both at once; on a CPU `UnsupportedCapability`."""
+        if self._device.type != self.spec.support(Capability.SLEEP).detail:
+            raise self._unsupported(Capability.SLEEP)
+        with self._lock:
+            self._check_serving()
+            self._settle("wait")
+            self._core.sleep()
+            self._sleeping = {"weights", "kv_cache"}
+            self._asleep = True
+
+    def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take the memory again; the engine serves once it has both."""
+        if self._device.type != self.spec.support(Capability.SLEEP).detail:
+            raise self._unsupported(Capability.SLEEP)
+        with self._lock:
+            self._check_open()
+            self._core.wake_up([tag for tag in tags if tag in self._sleeping])
+            self._sleeping -= set(tags)
+            self._asleep = bool(self._sleeping)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def _whole(self, buckets: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Fused groups in one bucket: vLLM packs what it fuses as soon as the bucket is there."""
+        groups = {name: group for group in fused_groups(self.model.tensors) for name in group}
+        for bucket in buckets:
+            torn = [name for name in bucket if not bucket.keys() >= set(groups.get(name, ()))]
+            if torn:
+                raise WeightUpdateError(
+                    f"{torn[0]} arrived without the rest of what vLLM fuses it with ({', '.join(groups[torn[0]][:3])}); such "
+                    "groups travel in one bucket: see WeightUpdate.fused_groups."
+                )
+            yield bucket
+
+    def _release(self) -> None:
+        self._core.close()
+        del self._core
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None

@@ -1,0 +1,55 @@
+"""What an engine asks of each of its vLLM workers, in this process or in others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from verl_adaptor.backends.vllm.loading import loader_for
+from verl_adaptor.backends.vllm.sampler import PolicySampler
+from verl_adaptor.weights import Layout, attach, digests, read
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class (`worker_extension_cls`); each method is called on all workers at once."""
+
+    model_runner: Any
+    device: Any
+
+    def adaptor_install(self, vocabulary: int, seed: int) -> None:
+        """Sample as this project means it, and be ready for new weights."""
+        runner = self.model_runner
+        self.adaptor_sampler = runner.sampler = PolicySampler(runner, vocabulary, seed)
+        self.adaptor_loader = loader_for(runner.model, runner.model_config, self.device)
+
+    def adaptor_score_at(self, temperature: float) -> None:
+        """From now on log-probs of prompts are at this temperature."""
+        self.adaptor_sampler.score_temperature = temperature
+
+    def adaptor_begin(self) -> None:
+        """New weights come."""
+        self.adaptor_loader.begin()
+
+    def adaptor_load(self, bucket: dict[str, Tensor]) -> None:
+        """Some of them, fused groups whole."""
+        self.adaptor_loader.load(bucket)
+
+    def adaptor_attach(self, path: str, size: int) -> None:
+        """Buckets come through this shared memory from now on."""
+        self.adaptor_memory = attach(path, size)
+
+    def adaptor_detach(self) -> None:
+        """No more of them: let the memory go."""
+        del self.adaptor_memory
+
+    def adaptor_load_shared(self, layout: Layout, digest: bool) -> dict[str, int]:
+        """Load what lies there; the digests of what was read, if asked for."""
+        bucket = read(self.adaptor_memory, layout)
+        found = digests(bucket) if digest else {}
+        self.adaptor_loader.load(bucket)
+        return found
+
+    def adaptor_finish(self) -> None:
+        """All were loaded."""
+        self.adaptor_loader.finish()
