@@ -27,6 +27,7 @@ TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "qwen2": {"hidden_size": 128},  # tied, biases
+    "mixtral": {"head_dim": 32},  # experts
 }
 """What differs from the tiny model: vLLM on a CPU knows no head of less than 32."""
 
@@ -50,6 +51,8 @@ def engine(request: pytest.FixtureRequest, bench: Bench) -> Iterator[InferenceEn
 @pytest.mark.parametrize("name", TRAINERS)
 def test_pair(name: str, engine: InferenceEngine, bench: Bench) -> None:
     backend, layout = TRAINERS[name]
+    if bench.family == "mixtral" and "tensor_parallel_size" in layout:
+        layout = {**layout, "sequence_parallel": True}  # Megatron wants it with experts
 
     def trainer(**settings: Any) -> Any:
         plan = resolve_trainer(bench.path, backend, **SHARE_CPUS, **layout, **settings)

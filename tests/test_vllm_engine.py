@@ -133,7 +133,10 @@ def test_a_script_is_told_nothing_and_ends_by_itself(bench: Bench, mode: str, en
     segments = set(Path("/dev/shm").iterdir())
     script = run_script(bench, mode, ending)
     out, err = script.communicate(timeout=200)
-    assert script.returncode == 0 and (out, err) == ("", "")
+    said = [
+        line for line in (out + err).splitlines() if "Triton is installed" not in line
+    ]  # before vLLM reads any setting
+    assert script.returncode == 0 and not said
     assert not marked(f"{os.getpid()}-{mode}-{ending}") and set(Path("/dev/shm").iterdir()) <= segments
 
 

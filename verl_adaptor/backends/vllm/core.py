@@ -7,6 +7,7 @@ import asyncio
 import gc
 import queue
 import threading
+import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -146,8 +147,10 @@ class CoreBeside(Core):
         try:
             self.llm: AsyncLLM = self._wait(self._start(arguments), START_S)
         except BaseException:
-            self._end_loop()
+            _end_loop(self._loop, self._thread)
             raise
+        # a script that ends without close() ends it too, before vLLM's own finalizer ends its process under our tasks
+        self._end = weakref.finalize(self, _end, self.llm, self._following, self._loop, self._thread)
 
     async def _start(self, arguments: Mapping[str, Any]) -> AsyncLLM:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, worker_extension_cls=EXTENSION))
@@ -230,19 +233,31 @@ class CoreBeside(Core):
 
     @override
     def close(self) -> None:
-        self._wait(self._stop(), SHUTDOWN_S + 5)
-        self._end_loop()
+        self._end()
 
-    async def _stop(self) -> None:
-        for task in self._following.values():
-            task.cancel()
-        self.llm.shutdown(SHUTDOWN_S)
 
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-        if not self._thread.is_alive():
-            self._loop.close()
+def _end(
+    llm: AsyncLLM, following: dict[str, asyncio.Task[None]], loop: asyncio.AbstractEventLoop, thread: threading.Thread
+) -> None:
+    """The engine's process, and the thread that listens to it."""
+
+    async def stop() -> None:
+        """First whoever waits for the process: its end would be an error to them, and a log entry."""
+        for task in (*following.values(), llm.output_handler):
+            if task is not None:
+                task.cancel()
+        await asyncio.sleep(0)
+        llm.shutdown(SHUTDOWN_S)
+
+    asyncio.run_coroutine_threadsafe(stop(), loop).result(SHUTDOWN_S + 5)
+    _end_loop(loop, thread)
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    if not thread.is_alive():
+        loop.close()
 
 
 def prompt(token_ids: Sequence[int]) -> Any:

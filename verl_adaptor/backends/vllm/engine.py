@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -63,6 +64,13 @@ class VLLMEngine(InferenceEngine):
         self._temperature = 1.0
         self._sleeping: set[str] = set()
         self._core = self._start(own, model_config)
+        try:
+            self._score([[0, 0]], 1.0)
+        except Exception as error:
+            self._core.close()
+            raise ModelError(
+                f"{path}: vLLM loads this model and cannot run it here: {error}; use backend='hf', or another device."
+            ) from error
 
     def _start(self, own: VLLMOptions, model_config: PreTrainedConfig) -> Core:
         config, model = self.config, self.model
@@ -110,18 +118,21 @@ class VLLMEngine(InferenceEngine):
                 raise self._explained(error) from error
         sampled = sampled_ids(model.vocab_size, model.eos_token_ids, self.tokenizer)
         core.call("adaptor_install", sampled, config.seed)
+        core.call("adaptor_end_with", os.getpid())
         return core
 
     def _explained(self, error: Exception) -> Exception:
         """vLLM's reason not to start, with the cure."""
         said = str(error).strip()
-        if "KV cache" in said:
+        if "KV cache" in said or "cache blocks" in said:
             return ConfigError(
                 f"the key-value cache cannot hold one sequence of max_model_len={self.model.max_model_len}; set a larger "
                 f"kv_cache_gib, or a smaller max_model_len. vLLM said: {said}"
             )
         if "architectures" in said:
             return ModelError(f"{self.path}: vLLM does not serve this model; use backend='hf'. vLLM said: {said}")
+        if isinstance(error, TypeError) and "keyword argument" in said:
+            return ConfigError(f"engine_args holds what vLLM's EngineArgs does not know: {said}")
         return EngineError(f"{self.path}: vLLM did not start: {type(error).__name__}: {said}")
 
     # -- requests ------------------------------------------------------------------------------------------------

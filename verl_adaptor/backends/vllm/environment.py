@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 LEVEL = "VLLM_LOGGING_LEVEL"
-QUIET = {LEVEL: "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-"""Unless they are set here: vLLM tells a screenful at INFO, and its makers how it is used."""
+QUIET = {LEVEL: "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Unless they are set here: vLLM tells a screenful at INFO, and its makers how it is used. The last two are for its processes."""
 _NOISE = re.compile(rb"Warning: NUMA binding: Using MEMBIND policy")
 """Lines that its C++ prints whatever the level."""
 SETTINGS = {

@@ -74,7 +74,8 @@ class PolicySampler(Sampler):
             choice = edited if scale is None else edited / scale
             for processor in asked.logitsprocs.argmax_invariant:
                 choice = processor.apply(choice)
-        tokens = self._draw(choice[:, : self._vocabulary], numbers, asked)
+        normalised = choice is log_probs
+        tokens = self._draw(choice[:, : self._vocabulary], numbers, asked, normalised)
         gathered = None
         if asked.max_num_logprobs is not None:
             gathered = self.gather_logprobs(log_probs, asked.max_num_logprobs, tokens)
@@ -109,10 +110,10 @@ class PolicySampler(Sampler):
         )
         return _Wish(seed, extra.get(TEMPERATURE, params.temperature) or 1.0, bool(edits))
 
-    def _draw(self, choice: Tensor, numbers: list[float], asked: SamplingMetadata) -> Tensor:
+    def _draw(self, choice: Tensor, numbers: list[float], asked: SamplingMetadata, normalised: bool) -> Tensor:
         if asked.all_greedy:
             return choice.argmax(-1)
-        probs = choice.softmax(-1)
+        probs = choice.exp() if normalised else choice.softmax(-1)
         if asked.top_k is not None or asked.top_p is not None:
             probs = self._cut(probs, asked)
         tokens = inverse_cdf(probs, torch.tensor(numbers, dtype=torch.float64).to(probs.device))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
+import threading
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +27,11 @@ class WorkerExtension:
         runner = self.model_runner
         self.adaptor_sampler = runner.sampler = PolicySampler(runner, vocabulary, seed)
         self.adaptor_loader = loader_for(runner.model, runner.model_config, self.device)
+
+    def adaptor_end_with(self, driver: int) -> None:
+        """End this worker and the engine core that it belongs to when that process ends, in whatever way."""
+        if driver != os.getpid():
+            threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
 
     def adaptor_score_at(self, temperature: float) -> None:
         """From now on log-probs of prompts are at this temperature."""
@@ -53,3 +63,13 @@ class WorkerExtension:
     def adaptor_finish(self) -> None:
         """All were loaded."""
         self.adaptor_loader.finish()
+
+
+def _end_with(driver: int) -> None:
+    """Wait for the process to end; then nobody is left to end these."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(driver)], [], [])
+    core = os.getppid()
+    if core != driver:
+        os.kill(core, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
