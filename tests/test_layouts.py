@@ -65,6 +65,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "MegatronQwen2PP": ("megatron", PIPELINE, {"family": "qwen2"}),
     "MegatronQwen3TP": ("megatron", TENSOR, {"family": "qwen3"}),
+    "MegatronMixtralTPSP": ("megatron", SEQUENCE, {"family": "mixtral"}),
     "MegatronMixtralEP": ("megatron", {**TWO, "expert_parallel_size": 2}, {"family": "mixtral"}),
 }
 """Backend, layout, and which model."""

@@ -138,6 +138,12 @@ class Chunk(GPTModel):
         for module in self.modules():
             if isinstance(module, Router):  # it decides in float32; rounded weights would decide otherwise
                 module.weight.data = module.weight.data.float()
+        if settings.tensor_model_parallel_size > 1 and settings.expert_model_parallel_size == 1:
+            for name, parameter in self.named_parameters():
+                if (
+                    ".experts." in name
+                ):  # whole on each rank, which has tokens of its own: Megatron sums cut experts only
+                    parameter.sequence_parallel, parameter.tensor_model_parallel = True, False  # type: ignore[attr-defined]
         if self.pre_process and model.pad_token_id is not None:
             padding = model.pad_token_id + (model.vocab_size if model.pad_token_id < 0 else 0)  # -1 is the last
             self.embedding.word_embeddings.register_forward_hook(partial(_pad_row_is_constant, padding=padding))
