@@ -143,7 +143,7 @@ class Chunk(GPTModel):
                 if (
                     ".experts." in name
                 ):  # whole on each rank, which has tokens of its own: Megatron sums cut experts only
-                    parameter.sequence_parallel, parameter.tensor_model_parallel = True, False  # type: ignore[attr-defined]
+                    parameter.sequence_parallel, parameter.tensor_model_parallel = True, False
         if self.pre_process and model.pad_token_id is not None:
             padding = model.pad_token_id + (model.vocab_size if model.pad_token_id < 0 else 0)  # -1 is the last
             self.embedding.word_embeddings.register_forward_hook(partial(_pad_row_is_constant, padding=padding))
