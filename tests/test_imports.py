@@ -24,14 +24,14 @@ MAY_IMPORT = {
     "batch": {"errors", "samples", "protocols"},  # protocols: the Denominators of a loss
     "capabilities": {"errors"},
     "config": {"errors"},
-    "protocols": DOMAIN,  # batch at call time only, so that the contracts load without torch
+    "protocols": DOMAIN | {"weights"},  # batch at call time only, so that the contracts load without torch
     "hookspecs": DOMAIN,
     "registry": {"errors", "capabilities", "hookspecs"},
     "preflight": {"errors", "config", "capabilities"},
     "objects": {"errors"},
     "tasks": GIVEN,
     "data": GIVEN | {"tasks"},
-    "weights": GIVEN,
+    "weights": {"errors"},
     "memory": GIVEN,
     "tracking": GIVEN,
     "execution": GIVEN

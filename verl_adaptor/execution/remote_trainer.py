@@ -123,7 +123,11 @@ class RemoteTrainer(TrainerBackend):
         """The weights, pulled from the ranks bucket by bucket; this process holds one bucket at a time (law T4)."""
         self._check_open()
         update = self._export_weights()
-        return dataclasses.replace(update, digests=self._call("export_digests")) if digests else update
+        return dataclasses.replace(update, digests=self._digests(update)) if digests else update
+
+    def _digests(self, update: WeightUpdate) -> dict[str, int]:
+        found: dict[str, int] = self._call("export_digests")  # where the weights are trained
+        return found
 
     def _export_weights(self) -> WeightUpdate:
         facts = self._call("export_weights")
