@@ -36,7 +36,7 @@ class Options(Config):
 class Engine(InferenceEngine):
     """Keeps what it was given; the primitives do not matter here."""
 
-    _admit = _step = _drop = _score = _load = _release = None  # type: ignore[assignment]
+    _admit = _step = _drop = _score = _load_bucket = _release = None  # type: ignore[assignment]
 
 
 class Trainer(TrainerBackend):

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from verl_adaptor.backends.causal_lm import named_tensors
+from verl_adaptor.backends.decoding.network import Network
+from verl_adaptor.backends.decoding.sampler import edited
 from verl_adaptor.backends.hf import verl_adaptor_backends
 from verl_adaptor.backends.hf.engine import HFEngine
-from verl_adaptor.backends.hf.network import Network
-from verl_adaptor.backends.hf.sampling import edited
 from verl_adaptor.backends.sampling import cut, inverse_cdf
 from verl_adaptor.config import EngineConfig
 from verl_adaptor.errors import ConfigError, EngineClosed, EngineError, InvalidRequest, ModelError, WeightUpdateError

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from verl_adaptor.errors import EngineError, EnginePaused
@@ -42,6 +43,8 @@ class Steppable(Protocol):
     def _admit(self, samples: Sequence[SampleRequest]) -> None: ...
     def _step(self) -> list[Delta]: ...
     def _drop(self, keys: Sequence[tuple[str, int]]) -> None: ...
+    def _wake(self) -> None: ...
+    def _rest(self) -> None: ...
 
 
 class FairLock:
@@ -80,6 +83,7 @@ class Dispatcher:
         self.held = False
         """While True nothing is stepped: the engine is paused."""
         self._engine = engine
+        self._awake = False
         self._name = name
         self._outbox: list[tuple[SampleRequest, Delta]] = []
         self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
@@ -90,8 +94,12 @@ class Dispatcher:
     def enter(self, samples: Sequence[SampleRequest]) -> None:
         """Admit new samples."""
         with self.lock:
-            self._engine._admit(samples)
-            self.samples.update((s.key, s) for s in samples)
+            self._rouse()
+            try:
+                self._engine._admit(samples)
+                self.samples.update((s.key, s) for s in samples)
+            finally:
+                self._settle_down()
 
     def leave(self, samples: Sequence[SampleRequest]) -> None:
         """A caller stops waiting: whatever of its samples still runs is dropped."""
@@ -99,6 +107,7 @@ class Dispatcher:
             left = [s.key for s in samples if self.samples.pop(s.key, None) is not None]
             if left:
                 self._engine._drop(left)
+                self._settle_down()
 
     def abort(self, request_ids: set[str]) -> None:
         """Finish these requests as they stand, and free their places."""
@@ -107,6 +116,7 @@ class Dispatcher:
             self._engine._drop([s.key for s in running])
             for sample in running:
                 self._deliver(sample, Delta(request_id=sample.request_id, index=sample.index, finish_reason="abort"))
+            self._settle_down()
             self.flush()
 
     def fail_all(self, error: BaseException) -> None:
@@ -121,6 +131,28 @@ class Dispatcher:
             self._engine._drop(
                 [s.key for s in failed]
             )  # last: an engine that is beyond dropping must not hide the error
+            self._settle_down()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within this block the engine is awake, whether anything runs or not."""
+        with self.lock:
+            self._rouse()
+            try:
+                yield
+            finally:
+                self._settle_down()
+
+    def _rouse(self) -> None:
+        if not self._awake:
+            self._engine._wake()
+            self._awake = True
+
+    def _settle_down(self) -> None:
+        """Let the engine rest once nothing runs."""
+        if self._awake and not self.samples:
+            self._awake = False
+            self._engine._rest()
 
     # -- stepping ------------------------------------------------------------------------------------------------
 
@@ -170,6 +202,7 @@ class Dispatcher:
                 return
             try:
                 self.book(self._engine._step())
+                self._settle_down()
             except Exception as cause:
                 error = EngineError(f"a generation step failed: {cause}")
                 error.__cause__ = cause

@@ -37,7 +37,7 @@ class InferenceEngine(abc.ABC):
     """Generates from one model and scores with it.
 
     A backend sets `model` (and `tokenizer`, where there is one) in its constructor and writes `_admit`, `_step`, `_drop`,
-    `_score`, `_load` and `_release`.
+    `_score`, `_load_bucket` and `_release`.
     """
 
     model: EngineModel
@@ -173,7 +173,8 @@ class InferenceEngine(abc.ABC):
             raise InvalidRequest(f"temperature={temperature!r} is not allowed: it must be above 0.")
         with self._lock:
             self._check_serving()
-            return self._score(token_ids, temperature)
+            with self._dispatch.awake():
+                return self._score(token_ids, temperature)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -279,9 +280,28 @@ class InferenceEngine(abc.ABC):
     def _go_on(self) -> None:  # noqa: B027
         """Undo `_halt`; nothing cached of the weights before is used again."""
 
-    @abc.abstractmethod
     def _load(self, update: WeightUpdate) -> None:
         """Write checked weights, and drop every cache of the old ones (running samples are recomputed)."""
+        self._begin_load()
+        for bucket in self._arriving(update):
+            self._load_bucket(bucket)
+        self._finish_load()
+
+    def _begin_load(self) -> None:  # noqa: B027
+        """New weights come: no cache of the old ones is used from now on."""
+
+    @abc.abstractmethod
+    def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
+        """Write some of them; tensors are valid during the call only, fused groups come whole."""
+
+    def _finish_load(self) -> None:  # noqa: B027
+        """All have come."""
+
+    def _wake(self) -> None:  # noqa: B027
+        """Before the first request, or `score`, after nothing ran: take what only a busy engine needs."""
+
+    def _rest(self) -> None:  # noqa: B027
+        """Nothing runs any more: give that back."""
 
     @abc.abstractmethod
     def _release(self) -> None:

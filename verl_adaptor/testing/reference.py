@@ -7,7 +7,7 @@ it and is itself proven on it; as a template for a backend of your own it shows 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from verl_adaptor.backends.optimizer import schedule_factor
 from verl_adaptor.batch import aggregate
 from verl_adaptor.capabilities import FULL, BackendSpec, Capability
 from verl_adaptor.config import Config, EngineConfig, TrainerConfig
-from verl_adaptor.errors import CheckpointError, NonFiniteGradient, WeightUpdateError
+from verl_adaptor.errors import CheckpointError, NonFiniteGradient
 from verl_adaptor.protocols import (
     Denominators,
     EngineModel,
@@ -120,13 +120,9 @@ class ReferenceEngine(InferenceEngine):
         return rows
 
     @torch.no_grad()
-    def _load(self, update: WeightUpdate) -> None:
-        arrived = {name: tensor.clone() for bucket in update.buckets() for name, tensor in bucket.items()}
-        missing = self._tensors.keys() - arrived.keys()
-        if missing:
-            raise WeightUpdateError(f"promised tensors did not arrive: {sorted(missing)[:5]}.")
-        for name, tensor in self._tensors.items():
-            tensor.copy_(arrived[name])
+    def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
+        for name, tensor in bucket.items():
+            self._tensors[name].copy_(tensor)
 
     def _release(self) -> None:
         self._running.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,7 @@ from verl_adaptor.backends.limits import eos_token_ids, max_model_len, sampled_i
 from verl_adaptor.backends.vllm.environment import vllm_environment, without_noise
 from verl_adaptor.backends.vllm.memory import kv_cache_bytes
 from verl_adaptor.backends.vllm.options import VLLMOptions
-from verl_adaptor.backends.vllm.transfer import share
+from verl_adaptor.backends.vllm.transfer import Sharing
 from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, EngineConfig
@@ -64,6 +64,9 @@ class VLLMEngine(InferenceEngine):
         self._temperature = 1.0
         self._sleeping: set[str] = set()
         self._core = self._start(own, model_config)
+        self._sharing = Sharing(self._core.call)
+        self._compares: Callable[[Mapping[str, int]], None] | None = None
+        """Is told the digests of what the workers have read."""
         try:
             self._score([[0, 0]], 1.0)
         except Exception as error:
@@ -202,13 +205,28 @@ class VLLMEngine(InferenceEngine):
         self._core.go_on()
 
     def _load(self, update: WeightUpdate) -> None:
+        """Digests are compared where the tensors arrive: in the workers' processes."""
+        here = self._core.workers_are_here
+        self._compares = partial(self._compare, update) if update.digests and not here else None
+        try:
+            super()._load(update)
+        finally:
+            self._compares = None
+
+    def _arriving(self, update: WeightUpdate, *, verify: bool = True) -> Iterator[dict[str, Tensor]]:
+        return self._whole(super()._arriving(update, verify=verify and self._compares is None))
+
+    def _begin_load(self) -> None:
         self._core.call("adaptor_begin")
+
+    def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
         if self._core.workers_are_here:
-            for bucket in self._whole(self._arriving(update)):
-                self._core.call("adaptor_load", bucket)
+            self._core.call("adaptor_load", bucket)
         else:
-            compare = partial(self._compare, update) if update.digests else None
-            share(self._core.call, self._whole(self._arriving(update, verify=False)), compare)
+            self._sharing.load(bucket, self._compares)
+
+    def _finish_load(self) -> None:
+        self._sharing.end()
         self._core.call("adaptor_finish")
 
     # -- memory --------------------------------------------------------------------------------------------------

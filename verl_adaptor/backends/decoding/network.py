@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from verl_adaptor.backends.hf.attention import use_grouped_decode
-from verl_adaptor.backends.hf.cache import is_plain, new_cache
+from verl_adaptor.backends.decoding.attention import use_grouped_decode
+from verl_adaptor.backends.decoding.cache import is_plain, new_cache
 from verl_adaptor.errors import ModelError
 
 

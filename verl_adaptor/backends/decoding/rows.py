@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from verl_adaptor.backends.hf.cache import Part, join
-from verl_adaptor.backends.hf.network import Network, padding_mask
-from verl_adaptor.backends.hf.sampling import Sampler
+from verl_adaptor.backends.decoding.cache import Part, join
+from verl_adaptor.backends.decoding.network import Network, padding_mask
+from verl_adaptor.backends.decoding.sampler import Sampler
 from verl_adaptor.backends.sampling import uniform
 from verl_adaptor.protocols import SampleRequest
 
