@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from verl_adaptor.errors import ConfigError, ModelError
 
@@ -184,28 +183,6 @@ def _rng_untouched() -> Iterator[None]:
     """transformers may draw weights (on the CPU) before it overwrites them; give the generator back (law I10)."""
     with torch.random.fork_rng(devices=[]):
         yield
-
-
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer; None if it has none. A hub id's is fetched as transformers sees fit."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: its tokenizer cannot be loaded. transformers said: {_first_line(error)}") from error
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's pad id, else its EOS id. Only a filler: masks come from lengths, never from ids (C05)."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    raise ModelError(
-        f"{tokenizer.name_or_path}: the tokenizer has neither a pad nor an EOS token; set one "
-        "(tokenizer.pad_token = ...; tokenizer.save_pretrained(folder))."
-    )
 
 
 # -- names -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 from verl_adaptor import batch as batches
 from verl_adaptor import memory
 from verl_adaptor.backends import adapters, checkpoint, export
-from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_tensors
+from verl_adaptor.backends.causal_lm import load_config, named_tensors
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE, Head, load_head
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import check_gradients, check_packing
@@ -36,6 +36,7 @@ from verl_adaptor.config import Config, TrainerConfig
 from verl_adaptor.errors import TrainerError, UnsupportedCapability, VerlAdaptorError
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, LossOutput, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.tokenizer import load_tokenizer
 
 
 class TorchTrainer(TrainerBackend):

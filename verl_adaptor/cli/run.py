@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import yaml
 
-from verl_adaptor.backends.causal_lm import load_tokenizer, pad_token_id
 from verl_adaptor.capabilities import Capability
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.cli.signals import StopSignals
@@ -40,6 +39,7 @@ from verl_adaptor.ppo.rollout import Rollout, single_turn
 from verl_adaptor.preflight.recipe import batch_divides
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
 from verl_adaptor.tasks import Task, load_task
+from verl_adaptor.tokenizer import load_tokenizer, pad_token_id
 from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from verl_adaptor.backends.causal_lm import load_causal_lm, load_config, load_tokenizer
+from verl_adaptor.backends.causal_lm import load_causal_lm, load_config
 from verl_adaptor.batch import collate
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import EngineConfig, TrainerConfig
@@ -21,6 +21,7 @@ from verl_adaptor.protocols import InferenceEngine, LossOutput, TrainerBackend
 from verl_adaptor.samples import Trajectory
 from verl_adaptor.testing.models import PAD, make_tiny_model
 from verl_adaptor.testing.reference import ReferenceEngine, ReferenceTrainer
+from verl_adaptor.tokenizer import load_tokenizer
 
 FP32_LOG_PROB = 1e-4
 """Law I2: engine against oracle, nats."""

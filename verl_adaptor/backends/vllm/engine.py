@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, outline, resolve_device
+from verl_adaptor.backends.causal_lm import load_config, outline, resolve_device
 from verl_adaptor.backends.export import fused_groups
 from verl_adaptor.backends.limits import eos_token_ids, max_model_len, sampled_ids
 from verl_adaptor.backends.vllm.environment import vllm_environment, without_noise
@@ -26,6 +26,7 @@ from verl_adaptor.config import Config, EngineConfig
 from verl_adaptor.errors import ConfigError, EngineError, ModelError, WeightUpdateError
 from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
+from verl_adaptor.tokenizer import load_tokenizer
 
 with vllm_environment():
     from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
