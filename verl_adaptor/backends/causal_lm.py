@@ -135,8 +135,7 @@ def _load(
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                # PyTorch's fused attention ignores the soft cap of Gemma 2's attention scores, in silence
-                attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+                attn_implementation=_attention(config),
             )
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
@@ -151,10 +150,21 @@ def _load(
         raise ModelError(
             f"{path}: {type(model).__name__} needs weights that are not there ({names}); give a folder that was saved as one."
         )
+    return _deterministic(model.to(device))
+
+
+def _attention(config: PreTrainedConfig) -> str | None:
+    """PyTorch's fused attention ignores the soft cap of Gemma 2's attention scores, in silence."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
+
+
+def _deterministic(model: Any) -> PreTrainedModel:
+    """In eval mode, and without dropout in any other."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    return model.to(device).eval()
+    whole: PreTrainedModel = model.eval()
+    return whole
 
 
 def _silence(config: PreTrainedConfig) -> None:
@@ -227,15 +237,25 @@ class Outline:
     """Alias -> the name in `tensors` that it shares memory with."""
 
 
-def outline(path: str, trust_remote_code: bool = False) -> Outline:
-    """The names and shapes that `load_causal_lm` would find, for engines that load the model by other means."""
+def skeleton(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal LM that `load_causal_lm` would load, on the meta device, deterministic likewise."""
     config = load_config(path, trust_remote_code)
+    for part in (config, config.get_text_config()):
+        _silence(part)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code, attn_implementation=_attention(config)
+            )
     except ValueError as error:
         raise _no_causal_lm(path, config) from error
     model.tie_weights()
+    return _deterministic(model)
+
+
+def outline(path: str, trust_remote_code: bool = False) -> Outline:
+    """The names and shapes that `load_causal_lm` would find, for engines that load the model by other means."""
+    model: Any = skeleton(path, trust_remote_code)
     stand_ins: dict[int, Tensor] = {}
     for module in model.modules():  # tied memory is told by its address, which meta tensors do not have
         for own, kept in ((module._parameters, nn.Parameter), (module._buffers, lambda tensor, **_: tensor)):

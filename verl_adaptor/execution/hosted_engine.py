@@ -112,12 +112,12 @@ class HostedEngine:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def adopt(self) -> int:
-        """Serve what the trainer has exported last; its version."""
+    def adopt(self, version: int) -> int:
+        """Serve what the trainer has exported last, as this version; the version that it was exported as."""
         if self._exported is None:
             raise TypeError("an engine with weights of its own is handed buckets")
         self._engine._load(update := self._exported())
-        self._engine._version = update.version
+        self._engine._version = version
         return update.version
 
     def begin_load(self, memory: tuple[str, int] | None) -> None:

@@ -125,7 +125,7 @@ class RemoteEngine(InferenceEngine):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _check_update(self, update: WeightUpdate) -> None:
-        if self._source and update.source != self._source:
+        if self._source and update.source[0] != self._source:
             raise WeightUpdateError(
                 "this engine runs on its trainer's own weights and can serve no others; export from that trainer, or make an "
                 "engine with create_inference_engine."
@@ -143,10 +143,12 @@ class RemoteEngine(InferenceEngine):
             self._coming = self._shared = None
 
     def _adopt(self, update: WeightUpdate) -> None:
-        version = self._group.call(self._key, "adopt")
-        if version != update.version:
+        exported = update.source[1]
+        version = self._group.call(self._key, "adopt", update.version)
+        if version != exported:
             raise WeightUpdateError(
-                f"the update is version {update.version}, and the trainer has exported version {version} since; use that."
+                f"the update is what the trainer exported as version {exported}, and it has exported version {version} since; "
+                "use that."
             )
 
     def _arriving(self, update: WeightUpdate, *, verify: bool = True) -> Iterator[dict[str, Tensor]]:

@@ -124,7 +124,8 @@ class RemoteTrainer(TrainerBackend):
     def export_weights(self, *, digests: bool = False) -> WeightUpdate:
         """The weights, pulled from the ranks bucket by bucket; this process holds one bucket at a time (law T4)."""
         self._check_open()
-        update = dataclasses.replace(self._export_weights(), source=self._source)
+        update = self._export_weights()
+        update = dataclasses.replace(update, source=(self._source, update.version))
         return dataclasses.replace(update, digests=self._digests(update)) if digests else update
 
     def _digests(self, update: WeightUpdate) -> dict[str, int]:

@@ -211,7 +211,8 @@ class TrainerBackend(abc.ABC):
         if self._changed:
             self._version += 1
             self._changed = False
-        update = dataclasses.replace(self._export_weights(), source=self._source)
+        update = self._export_weights()
+        update = dataclasses.replace(update, source=(self._source, update.version))
         return dataclasses.replace(update, digests=self._digests(update)) if digests else update
 
     def _digests(self, update: WeightUpdate) -> dict[str, int]:
@@ -395,6 +396,15 @@ class TrainerBackend(abc.ABC):
         self._check_open()
         if not self.config.trainable:
             raise TrainerError("this trainer was made with trainable=False and has no optimizer; make it trainable.")
+
+    def check_exported(self, version: int) -> None:
+        """Raise `TrainerError` unless this version of the weights is what the trainer holds."""
+        self._check_open()
+        if self._changed or self._version != version:
+            raise TrainerError(
+                f"the weights of version {version} are gone: the trainer has gone on. Call export_weights() again, and pull "
+                "its buckets before the next optimizer step."
+            )
 
     def _check_open(self) -> None:
         self._check_alive()

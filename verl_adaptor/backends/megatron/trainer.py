@@ -186,7 +186,7 @@ class MegatronTrainer(TrainerBackend):
 
     def _export_weights(self) -> WeightUpdate:
         version = self._version
-        return self.weights.update(version, self._tied(), self._master, lambda: self._check_exported(version))
+        return self.weights.update(version, self._tied(), self._master, lambda: self.check_exported(version))
 
     def _tied(self) -> Mapping[str, str]:
         tied = self.model.tie_word_embeddings and self.config.head == "policy"
@@ -194,14 +194,6 @@ class MegatronTrainer(TrainerBackend):
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach().float() if self.optimizer is None else self.optimizer.master(parameter)
-
-    def _check_exported(self, version: int) -> None:
-        self._check_open()
-        if self._changed or self._version != version:
-            raise TrainerError(
-                f"the weights of version {version} are gone: the trainer has gone on. Call export_weights() again, and pull "
-                "its buckets before the next optimizer step."
-            )
 
     # -- saving --------------------------------------------------------------------------------------------------
 
