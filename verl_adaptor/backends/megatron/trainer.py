@@ -21,8 +21,9 @@ from verl_adaptor.backends.heads import VALUE_HEAD_FILE
 from verl_adaptor.backends.megatron import shim
 from verl_adaptor.backends.world import World, check_world_size, ensure_process_group, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec
-from verl_adaptor.config import Config, TrainerConfig
+from verl_adaptor.config import Config, EngineConfig, TrainerConfig
 from verl_adaptor.errors import ConfigError, ModelError, TrainerError, UnsupportedCapability
+from verl_adaptor.protocols.engine import InferenceEngine
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
 
@@ -248,6 +249,15 @@ class MegatronTrainer(TrainerBackend):
         frozen = self.config.parallel.replace(zero_stage=None)
         config = self.config.replace(trainable=False, activation_checkpointing=False, parallel=frozen)
         return type(self)(self.path, config, self.options, self.spec)
+
+    def _rollout_engine(self, config: EngineConfig, settings: Mapping[str, Any]) -> InferenceEngine:
+        from verl_adaptor.backends.megatron.engine import ShardEngine  # which stands on this module
+
+        if config.dtype != self.config.dtype:
+            raise ConfigError(
+                f"dtype={config.dtype!r}: the engine computes with the trainer's {self.config.dtype} shards."
+            )
+        return ShardEngine(self, config, self.spec)
 
     def _offload(self, tier: str) -> None:
         self._away = offload(self.world, self._state_tensors(), tier)
