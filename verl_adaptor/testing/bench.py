@@ -16,7 +16,7 @@ from verl_adaptor.batch import collate
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import EngineConfig, TrainerConfig
 from verl_adaptor.execution import WorkerPool
-from verl_adaptor.factory import create_inference_engine, resolve_trainer
+from verl_adaptor.factory import resolve_engine, resolve_trainer
 from verl_adaptor.protocols import InferenceEngine, LossOutput, TrainerBackend
 from verl_adaptor.samples import Trajectory
 from verl_adaptor.testing.models import PAD, make_tiny_model
@@ -101,7 +101,7 @@ class Bench:
     def engine(self, backend: str | None = None, **settings: Any) -> InferenceEngine:
         """A fresh engine of the backend under test, or of another."""
         common = self._engine_settings if backend is None else {}
-        engine = create_inference_engine(self.path, backend=backend or self.spec.name, **{**common, **settings})
+        engine = resolve_engine(self.path, backend or self.spec.name, **{**common, **settings}).create(workers=WORKERS)
         self._open.append(engine)
         return engine
 

@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 
 from verl_adaptor.backends.decoding.rows import Row
 from verl_adaptor.backends.limits import eos_token_ids, max_model_len, sampled_ids
-from verl_adaptor.backends.megatron import layout, shim
-from verl_adaptor.backends.megatron.trainer import MegatronTrainer
+from verl_adaptor.backends.megatron import shim
 from verl_adaptor.batch import collate
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, EngineConfig, TrainerConfig
@@ -22,8 +21,10 @@ from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
 from verl_adaptor.samples import Delta, FinishReason, Trajectory, WeightUpdate
 from verl_adaptor.tokenizer import load_tokenizer
 
-with shim.quiet():
+with shim.quiet():  # Megatron's modules warn when they are imported
+    from verl_adaptor.backends.megatron import layout
     from verl_adaptor.backends.megatron.generation import Stages, StaticBatch
+    from verl_adaptor.backends.megatron.trainer import MegatronTrainer
 
 
 class ShardEngine(InferenceEngine):
