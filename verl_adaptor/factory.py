@@ -28,6 +28,7 @@ from verl_adaptor.errors import (
 from verl_adaptor.execution import (
     HostedEngine,
     HostedTrainer,
+    RanksConfig,
     Recipe,
     RemoteTrainer,
     WorkerGroup,
@@ -111,6 +112,15 @@ class Plan(Generic[BuiltT, ConfigT]):
         check(self.spec, Facts(role=self.role, config=self.config, options=self.options, model=model))
         return dataclasses.replace(self, path=None if path is None else str(Path(path).expanduser()))
 
+    @property
+    def ranks(self) -> RanksConfig | None:
+        """What it asks of a `WorkerPool`; None for an engine of this process, or with processes of its own.
+
+        Raises:
+            ConfigError: an engine of several ranks is to stay in this process, and that is not one of as many.
+        """
+        return self.config if isinstance(self.config, TrainerConfig) else _ranks_wanted(self.spec, self.config)
+
     def create(self, path: PathLike | None = None, *, workers: WorkerPool | None = None) -> BuiltT:
         """Import the backend's class and build it, in this process or on the ranks that the settings ask for.
 
@@ -126,9 +136,8 @@ class Plan(Generic[BuiltT, ConfigT]):
         plan = self if path is None else self.on(path)
         if plan.path is None:
             raise ModelError("this plan was made without a model; give create() the path of one.")
-        wanted = plan.config if isinstance(plan.config, TrainerConfig) else _ranks_wanted(plan.spec, plan.config)
-        if wanted is not None:
-            group = (workers or WorkerPool()).group(wanted, plan.spec.name)
+        if plan.ranks is not None:
+            group = (workers or WorkerPool()).group(plan.ranks, plan.spec.name)
             if group is not None:
                 return _remote(plan, plan.path, group, owns_group=workers is None)
         built: BuiltT = load_class(plan.spec, plan.role)(plan.path, plan.config, plan.options, plan.spec)

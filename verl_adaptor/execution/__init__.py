@@ -9,12 +9,13 @@ from __future__ import annotations
 from verl_adaptor.execution.group import WorkerGroup
 from verl_adaptor.execution.hosted_engine import HostedEngine
 from verl_adaptor.execution.hosted_trainer import HostedTrainer
-from verl_adaptor.execution.pool import WorkerPool, choose_executor, ranks_running
+from verl_adaptor.execution.pool import RanksConfig, WorkerPool, choose_executor, ranks_running
 from verl_adaptor.execution.remote_trainer import Recipe, RemoteTrainer
 
 __all__ = [
     "HostedEngine",
     "HostedTrainer",
+    "RanksConfig",
     "Recipe",
     "RemoteTrainer",
     "WorkerGroup",
