@@ -48,9 +48,9 @@ class SharedBucket:
             os.close(handle)
         self.memory = attach(str(self.path), self.size)
 
-    def write(self, bucket: Mapping[str, Tensor]) -> Layout:
-        """Copy a bucket in and say where its tensors are."""
-        return write(self.memory, bucket)
+    def write(self, bucket: Mapping[str, Tensor], first: int = 0) -> Layout:
+        """Copy a bucket in, from byte `first` on, and say where its tensors are."""
+        return write(self.memory, bucket, first)
 
     def unlink(self) -> None:
         """Remove the name; the memory lives until the last process that has it open lets go."""

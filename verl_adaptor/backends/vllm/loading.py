@@ -127,7 +127,9 @@ class Repacking:
         def fill(param: nn.Parameter, loaded: Tensor, *rest: Any, **kwargs: Any) -> Any:
             self._touched[layer] = None
             if not param.data.is_contiguous():  # a stand-in
-                if not rest and not kwargs and _is_same(param, loaded):  # the whole matrix as it is: nothing to cut or fuse
+                if (
+                    not rest and not kwargs and _is_same(param, loaded)
+                ):  # the whole matrix as it is: nothing to cut or fuse
                     param.data = loaded
                     self._lent.add(id(param))
                     return None
