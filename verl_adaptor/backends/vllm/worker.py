@@ -18,6 +18,8 @@ from verl_adaptor.backends.vllm.loading import loader_for
 from verl_adaptor.backends.vllm.sampler import PolicySampler
 from verl_adaptor.weights import Layout, attach, digests, read
 
+_SHARED_MEMORY = Path("/dev/shm")
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class (`worker_extension_cls`); each method is called on all workers at once."""
@@ -31,6 +33,10 @@ class WorkerExtension:
         runner = self.model_runner
         self.adaptor_sampler = runner.sampler = PolicySampler(runner, vocabulary, seed)
         self.adaptor_loader = loader_for(runner.model, runner.model_config, self.device)
+        for segment in _SHARED_MEMORY.glob(f"{os.environ.get('VLLM_DIST_IDENT')}-*-cpushm_*"):
+            segment.unlink(
+                missing_ok=True
+            )  # all tensor-parallel ranks have it open by now, and a killed one removes nothing
 
     def adaptor_end_with(self, driver: int) -> None:
         """End this worker and the engine core that it belongs to when that process ends, in whatever way."""
@@ -83,7 +89,7 @@ class WorkerExtension:
         self.adaptor_loader.finish()
 
     def _adaptor_end_with(self, driver: int, core: int | None) -> None:
-        """Wait for the driver to end; then nobody is left to end these. Both are pidfds: another worker may have ended the core."""
+        """Wait for the driver to end; then nobody is left to end these. Both are pidfds: another worker may end the core."""
         select.select([driver], [], [])
         if self.adaptor_folder is not None:
             shutil.rmtree(self.adaptor_folder, ignore_errors=True)
