@@ -76,11 +76,19 @@ def test_streams_stops_and_aborts_reach_the_ranks(two: RemoteEngine, bench: Benc
             assert two.generate(prompt, asked)[0].token_ids == one.generate(prompt, asked)[0].token_ids
 
 
-def test_an_update_reaches_every_replica(two: RemoteEngine, bench: Bench) -> None:
+@pytest.mark.parametrize("room", [True, False])
+def test_an_update_reaches_every_replica(
+    two: RemoteEngine, bench: Bench, room: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through shared memory, or with the calls where that has no room; the log says so."""
+    if not room:
+        monkeypatch.setattr("os.posix_fallocate", _no_room)
+    two._way = ""
     probe = bench.prompts(4, seed=9, longest=30)
-    with bench.trainer(learning_rate=0.05) as trainer, bench.engine() as one:
+    with bench.trainer(learning_rate=0.05) as trainer, bench.engine() as one, caplog.at_level("INFO"):
         trainer.update(bench.batch(), policy_gradient)
         sync(trainer, two)
+        assert ("through shared memory" if room else "no shared memory for a bucket") in caplog.text
         sync(trainer, one)
         expected = one.score(probe)
     found = two.score(probe)  # rows go to both
@@ -112,6 +120,10 @@ def test_an_engine_of_one_rank_can_be_sent_elsewhere(bench: Bench) -> None:
             with pytest.raises(UnsupportedCapability):
                 engine.sleep()
             assert engine.generate(bench.prompts(2), SamplingParams(max_tokens=3))
+
+
+def _no_room(*_: int) -> None:
+    raise OSError(28, "No space left on device")
 
 
 class Killer:

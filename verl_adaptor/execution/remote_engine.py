@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from verl_adaptor.weights import SharedBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 STEPS = 8
 """Steps a call where nobody looks at each token: each call costs a round trip to the ranks."""
@@ -58,6 +61,7 @@ class RemoteEngine(InferenceEngine):
         self._source = source
         self._coming: WeightUpdate | None = None
         self._shared: SharedBucket | None = None
+        self._way = ""
         try:
             if recipe is not None:
                 group.create(self._key, recipe.builder, recipe.arguments)
@@ -155,13 +159,27 @@ class RemoteEngine(InferenceEngine):
         return super()._arriving(update, verify=False)  # digests are compared where the tensors arrive
 
     def _begin_load(self) -> None:
-        room = self._update.largest_bucket if self._group.workers.share_memory else 0
-        self._shared = shared = SharedBucket(room) if room else None
+        self._shared = shared = self._room(self._update.largest_bucket)
         try:
             self._group.call(self._key, "begin_load", shared and (str(shared.path), shared.size))
         finally:
             if shared is not None:
                 shared.unlink()
+
+    def _room(self, size: int) -> SharedBucket | None:
+        """Shared memory for the largest bucket; None where the ranks cannot see it, or it has no room: then buckets are
+        arguments of the calls, through Ray's object store. The log says which, once a change."""
+        shared, why = None, "its ranks are on other machines, or one of them is this process"
+        if size and self._group.workers.share_memory:
+            try:
+                shared, why = SharedBucket(size), "its ranks are other processes of this machine"
+            except WeightUpdateError as error:
+                why = str(error)
+        way = "through shared memory" if shared is not None else "with each call"
+        if way != self._way:
+            logger.info("weights reach the %s %s: %s", self._key, way, why)
+            self._way = way
+        return shared
 
     def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
         digest = bool(self._update.digests)
