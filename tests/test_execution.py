@@ -171,7 +171,7 @@ def test_every_method_reaches_the_ranks() -> None:
     """What a backend may write, the trainer that stands for it here passes on."""
     hooks = {name for name, found in vars(TrainerBackend).items() if callable(found) and not name.startswith("__")}
     default = {name for name in hooks if not name.startswith("_") and f"_{name}" in hooks}
-    checks = {"_check", "_check_open", "_check_alive", "_check_trainable", "_unsupported", "close"}
+    checks = {"_check", "_check_open", "_check_alive", "_check_trainable", "_unsupported", "check_exported", "close"}
     assert hooks - default - checks <= vars(RemoteTrainer).keys()
 
 
@@ -466,8 +466,10 @@ def test_trainers_share_ranks_and_views_are_of_them(bench: Bench, pool: WorkerPo
         assert critic.compute_values(batch).shape == batch["responses"].shape
         actor.onload()
         assert torch.equal(other.compute_log_probs(batch).log_probs, base)
-        with pytest.raises(UnsupportedCapability, match="torchrun --nproc-per-node=2"):
-            actor.rollout_engine()
+        with actor.rollout_engine() as engine:  # on the same ranks
+            assert engine.generate([[5, 6, 7]])[0].policy_version == actor.policy_version
+        with pytest.raises(UnsupportedCapability, match="generates nothing"):
+            critic.rollout_engine()
         with pytest.raises(UnsupportedCapability):
             critic.reference()
         assert len(ray.util.placement_group_table()) and len(pool._groups) == 1

@@ -59,6 +59,7 @@ FAKE = BackendSpec(
     distribution="not-a-distribution|pluggy",
     version_range=">=1.0",
     install="pip install 'pluggy>=1.0'",
+    own_processes=True,
     capabilities={
         Capability.TENSOR_PARALLEL: FULL,
         Capability.SEQUENCE_PARALLEL: FULL,
