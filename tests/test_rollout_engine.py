@@ -105,6 +105,30 @@ def test_requests_that_run_across_an_update_go_on_with_the_new_weights(bench: Be
         assert sample[0].version_runs == [(0, 3), (1, 5)]
 
 
+@pytest.mark.parametrize("name", ["fsdp x2", "zero3 x2", "megatron tp2"])
+def test_an_update_finds_all_ranks_whichever_of_them_has_requests(name: str, bench: Bench) -> None:
+    """One request: on two replicas one rank has no rows, and the gathering of the new weights is a collective."""
+    with make(bench, name, learning_rate=0.05, call_timeout_s=60) as trainer, trainer.rollout_engine() as engine:
+        sample = engine._expand([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+        engine._enter(sample)
+        engine._dispatch.advance()
+        trainer.update(bench.batch(), policy_gradient)
+        engine.update_weights(trainer.export_weights(), in_flight="keep")
+        engine._dispatch.run(sample)
+        assert [version for version, _ in sample[0].version_runs] == [0, 1]
+
+
+def test_a_busy_engine_scores_with_no_weights_that_it_does_not_know(bench: Bench) -> None:
+    with bench.trainer(learning_rate=0.05) as trainer, trainer.rollout_engine() as engine:
+        sample = engine._expand([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
+        engine._enter(sample)
+        engine._dispatch.advance()
+        trainer.update(bench.batch(), policy_gradient)
+        with pytest.raises(EngineError, match="gone on"):
+            engine.score([[5, 6]])
+        engine._dispatch.leave(sample)
+
+
 @pytest.mark.parametrize("backend", ["hf", "fsdp", "zero"])
 def test_it_holds_no_weights_of_its_own_while_nothing_runs(backend: str, bench: Bench) -> None:
     with create_trainer_backend(bench.path, backend, learning_rate=0.0) as trainer:
@@ -132,6 +156,10 @@ def test_what_cannot_be_is_refused(bench: Bench) -> None:
         critic.rollout_engine()
     with pytest.raises(ConfigError, match="executor='inline' with 2 ranks"):
         create_inference_engine(bench.path, "hf", replicas=2, executor="inline")
+    with pytest.raises(ConfigError, match="starts processes of its own"):
+        create_inference_engine(bench.path, "vllm", executor="ray")
+    with pytest.raises(ConfigError, match="replicas=2"):
+        create_inference_engine(bench.path, "vllm", replicas=2)
 
 
 class RolloutBench(Bench):

@@ -153,18 +153,29 @@ def _ranks_wanted(spec: BackendSpec, config: EngineConfig) -> EngineConfig | Non
     That is one of several ranks, unless it makes processes of its own, and one that the execution settings send elsewhere.
 
     Raises:
-        ConfigError: it is to stay in this process, and that is not one of as many ranks.
+        ConfigError: it is to stay in this process, and that is not one of as many ranks; or it has processes of its own and
+            is to go elsewhere.
     """
-    if spec.own_processes:
-        config = config.replace(replicas=1, parallel=ParallelConfig())
     execution, ranks = config.execution, config.world_size
+    if spec.own_processes and _is_sent(execution):
+        raise ConfigError(
+            f"backend {spec.name!r} starts processes of its own, and no worker group drives them: leave out executor='ray', "
+            "ray_address and python_executable; mode='async' puts the engine beside this process."
+        )
+    if spec.own_processes:
+        return None
     if execution.executor == "inline" and ranks > 1 and ranks_running() != ranks:
         raise ConfigError(
             f"executor='inline' with {ranks} ranks of an engine, and this process is one of {ranks_running()}; leave executor "
             "out: then the ranks are started."
         )
-    sent = execution.executor == "ray" or execution.ray_address is not None or execution.python_executable is not None
-    return config if sent or (ranks > 1 and execution.executor == "auto") else None
+    return config if _is_sent(execution) or (ranks > 1 and execution.executor == "auto") else None
+
+
+def _is_sent(execution: ExecutionConfig) -> bool:
+    """Whether the settings put an engine into other processes even if it is of one rank."""
+    elsewhere = execution.ray_address is not None or execution.python_executable is not None
+    return execution.executor == "ray" or elsewhere
 
 
 def _remote(plan: Plan[Any, Any], path: str, group: WorkerGroup, *, owns_group: bool) -> Any:

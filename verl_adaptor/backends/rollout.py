@@ -7,7 +7,7 @@ holds the model whole anyway lends its parameters, and nothing is copied at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +40,8 @@ class RolloutEngine(DecodingEngine):
         self._version = self._update.version
         model = _twin(trainer, resolve_dtype(config.dtype))
         self._parameters = dict(model.named_parameters())  # those tied to others left out
+        self._is_awake = False
+        """The same on all ranks, whichever of them has rows: what is asked before a collective."""
         self._lends = trainer.lent_parameters() is not None and config.dtype == "float32"
         self._tensors: dict[str, Tensor] = {}
         self._take()
@@ -59,6 +61,7 @@ class RolloutEngine(DecodingEngine):
         self._check_fresh()
         self._take()
         self._fill()
+        self._is_awake = True
 
     def _check_fresh(self) -> None:
         try:
@@ -86,6 +89,7 @@ class RolloutEngine(DecodingEngine):
                 self._tensors[name].copy_(tensor)
 
     def _rest(self) -> None:
+        self._is_awake = False
         for parameter in self._parameters.values() if not self._lends else ():
             parameter.untyped_storage().resize_(0)
 
@@ -93,6 +97,11 @@ class RolloutEngine(DecodingEngine):
         if self._lends:
             self._check_fresh()  # what is lent changes with the trainer
         return super()._step()
+
+    def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        if self._lends:
+            self._check_fresh()  # as in a step: it may have been awake before the trainer went on
+        return super()._score(token_ids, temperature)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -108,7 +117,7 @@ class RolloutEngine(DecodingEngine):
         """Nothing is moved until something runs; what runs already goes on with the new weights."""
         self._requeue()
         self._update = update
-        if self._rows:
+        if self._is_awake:
             self._fill()
 
     def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:

@@ -124,6 +124,11 @@ class WorkerGroup:
         _open.add(self)
         _close_at_exit()
 
+    @property
+    def usable(self) -> bool:
+        """Whether calls are possible: neither broken nor closed."""
+        return self.broken is None and not self._closed
+
     def new_key(self, what: str) -> str:
         """A name for an object on this group, as it will stand in error sentences."""
         self._keys += 1
@@ -157,7 +162,7 @@ class WorkerGroup:
 
     def drop(self, key: str) -> None:
         """Close an object on every rank; does nothing on a group that is broken or closed."""
-        if not (self.broken or self._closed):
+        if self.usable:
             self._run(key, "close", ("drop", key), self.call_timeout_s)
 
     def restart(self) -> None:

@@ -35,10 +35,10 @@ class HostedEngine:
         self._memory: Tensor | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The model's limits, the version served, and this rank's place."""
+        """The model's limits, what the engine can do, the version served, and the replica of this rank."""
         engine = self._engine
-        replica, reports = engine.place
-        return {"model": engine.model, "version": engine.policy_version, "replica": replica, "reports": reports}
+        able = dict(engine.capabilities)
+        return {"model": engine.model, "able": able, "version": engine.policy_version, "replica": engine.place[0]}
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -112,13 +112,19 @@ class HostedEngine:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def adopt(self, version: int) -> int:
-        """Serve what the trainer has exported last, as this version; the version that it was exported as."""
+    def exported(self) -> int:
+        """The version that the trainer has exported last."""
+        return self._newest().version
+
+    def adopt(self, version: int) -> None:
+        """Serve what the trainer has exported last, as this version."""
+        self._engine._load(self._newest())
+        self._engine._version = version
+
+    def _newest(self) -> WeightUpdate:
         if self._exported is None:
             raise TypeError("an engine with weights of its own is handed buckets")
-        self._engine._load(update := self._exported())
-        self._engine._version = version
-        return update.version
+        return self._exported()
 
     def begin_load(self, memory: tuple[str, int] | None) -> None:
         """New weights come; through the shared memory of this path and size, if there is any."""

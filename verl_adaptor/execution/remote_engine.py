@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,6 +71,7 @@ class RemoteEngine(InferenceEngine):
         except BaseException:
             self._release()
             raise
+        self.spec = dataclasses.replace(spec, capabilities=places[0]["able"])  # a trainer's spec may tell of no engine
         self.model = places[0]["model"]
         self._version = places[0]["version"]
         self._replicas = 1 + max(place["replica"] for place in places)
@@ -104,7 +106,7 @@ class RemoteEngine(InferenceEngine):
 
     def _drop(self, keys: Sequence[tuple[str, int]]) -> None:
         gone = [key for key in keys if self._serving.pop(key, None) is not None]
-        if gone and not self._group.broken:
+        if gone and self._group.usable:
             self._group.call(self._key, "drop", gone)
 
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
@@ -123,7 +125,7 @@ class RemoteEngine(InferenceEngine):
         self._group.call(self._key, "wake")
 
     def _rest(self) -> None:
-        if not self._group.broken:
+        if self._group.usable:
             self._group.call(self._key, "rest")
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -135,6 +137,11 @@ class RemoteEngine(InferenceEngine):
                 "engine with create_inference_engine."
             )
         super()._check_update(update)
+        if self._source and (version := self._group.call(self._key, "exported")) != update.source[1]:
+            raise WeightUpdateError(
+                f"the update is what the trainer exported as version {update.source[1]}, and it has exported version {version} "
+                "since; use that."
+            )
 
     def _load(self, update: WeightUpdate) -> None:
         if self._source:
@@ -147,13 +154,7 @@ class RemoteEngine(InferenceEngine):
             self._coming = self._shared = None
 
     def _adopt(self, update: WeightUpdate) -> None:
-        exported = update.source[1]
-        version = self._group.call(self._key, "adopt", update.version)
-        if version != exported:
-            raise WeightUpdateError(
-                f"the update is what the trainer exported as version {exported}, and it has exported version {version} since; "
-                "use that."
-            )
+        self._group.call(self._key, "adopt", update.version)
 
     def _arriving(self, update: WeightUpdate, *, verify: bool = True) -> Iterator[dict[str, Tensor]]:
         return super()._arriving(update, verify=False)  # digests are compared where the tensors arrive
