@@ -6,9 +6,11 @@ import abc
 import asyncio
 import gc
 import queue
+import signal
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -153,6 +155,9 @@ class CoreBeside(Core):
         self._end = weakref.finalize(self, _end, self.llm, self._following, self._loop, self._thread)
 
     async def _start(self, arguments: Mapping[str, Any]) -> AsyncLLM:
+        # its processes inherit that: a terminal's Ctrl-C reaches them too, and it is for this process to end them
+        resource_tracker.ensure_running()  # which would unblock it again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, worker_extension_cls=EXTENSION))
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
@@ -162,6 +167,15 @@ class CoreBeside(Core):
             raise EngineError(
                 f"vLLM's engine process did not answer within {timeout_s:.0f} s; close this engine."
             ) from None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where `llm` lives."""
+        return self._loop
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
+        """A coroutine in that loop, from another thread."""
+        return self._wait(coroutine, timeout_s)
 
     @override
     def add(self, name: str, token_ids: Sequence[int], params: VLLMParams) -> None:

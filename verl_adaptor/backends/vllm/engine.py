@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,18 @@ from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, EngineConfig
 from verl_adaptor.errors import ConfigError, EngineError, ModelError, WeightUpdateError
-from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
+from verl_adaptor.protocols import EngineModel, InferenceEngine, InFlight, SampleRequest, Served
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
 
 with vllm_environment():
     from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
 
+if TYPE_CHECKING:
+    from verl_adaptor.backends.vllm.server import Server
+
 _JOIN_TIMEOUT_S = 600.0
+_SETTLE_S = 620.0
+"""A little more than HTTP requests may take to settle."""
 _SCORE = "score"
 
 
@@ -65,6 +70,7 @@ class VLLMEngine(InferenceEngine):
         self._sleeping: set[str] = set()
         self._core = self._start(own, model_config)
         self._sharing = Sharing(self._core.call)
+        self._server: Server | None = None
         self._compares: Callable[[Mapping[str, int]], None] | None = None
         """Is told the digests of what the workers have read."""
         try:
@@ -88,7 +94,7 @@ class VLLMEngine(InferenceEngine):
         eager = self._device.type == "cpu" if own.enforce_eager is None else own.enforce_eager
         arguments = {
             "model": self.path,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not beside or self.tokenizer is None,  # a HTTP server needs it
             "trust_remote_code": config.trust_remote_code,
             "dtype": config.dtype,
             "seed": config.seed,
@@ -210,6 +216,10 @@ class VLLMEngine(InferenceEngine):
         self._compares = partial(self._compare, update) if update.digests and not here else None
         try:
             super()._load(update)
+        except BaseException:
+            if self._server is not None:
+                self._core_beside().run(self._server.client.fail())
+            raise
         finally:
             self._compares = None
 
@@ -229,13 +239,69 @@ class VLLMEngine(InferenceEngine):
         self._sharing.end()
         self._core.call("adaptor_finish")
 
+    # -- serving over HTTP ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def serving(self, host: str = "127.0.0.1", port: int = 0) -> Iterator[Served]:
+        """vLLM's OpenAI-compatible server on this engine, in the thread of its outputs; new weights reach it too.
+
+        Raises:
+            UnsupportedCapability: mode is not ``async``.
+            ConfigError: the port cannot be had.
+        """
+        core = self._core_beside()
+        with self._lock:
+            self._check_serving()
+            if self._server is not None:
+                raise EngineError(f"this engine is served at {self._server.url} already; leave that context first.")
+            with vllm_environment(beside=True):
+                from verl_adaptor.backends.vllm.client import Client
+                from verl_adaptor.backends.vllm.server import Server
+
+                client = Client(core.llm, self, lambda: self._dispatch.held, self._check_serving)
+                server = self._server = Server(self, client, core.loop, host, port)
+        try:
+            yield server
+        finally:
+            server.end()
+            self._server = None
+
+    def _core_beside(self) -> CoreBeside:
+        if not isinstance(self._core, CoreBeside):
+            raise self._unsupported(Capability.SERVE)
+        return self._core
+
+    def _settle(self, in_flight: InFlight) -> None:
+        super()._settle(in_flight)
+        if self._server is not None:
+            self._core_beside().run(self._server.client.settle(in_flight), _SETTLE_S)
+
+    def update_weights(self, update: WeightUpdate, *, in_flight: InFlight = "wait") -> None:
+        """As every engine's; HTTP requests are settled as the engine's own are."""
+        with self._lock, self._gate_opened():
+            super().update_weights(update, in_flight=in_flight)
+
+    def pause(self, in_flight: InFlight = "keep") -> None:
+        """As every engine's; HTTP requests that come meanwhile wait."""
+        with self._lock, self._gate_opened():
+            super().pause(in_flight)
+
+    @contextmanager
+    def _gate_opened(self) -> Iterator[None]:
+        """After this block HTTP requests are let in again."""
+        try:
+            yield
+        finally:
+            if self._server is not None:
+                self._server.client.open()
+
     # -- memory --------------------------------------------------------------------------------------------------
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Weights to the host and the key-value cache away, both at once; on a CPU `UnsupportedCapability`."""
         if self._device.type != self.spec.support(Capability.SLEEP).detail:
             raise self._unsupported(Capability.SLEEP)
-        with self._lock:
+        with self._lock, self._gate_opened():
             self._check_serving()
             self._settle("wait")
             self._core.sleep()
@@ -267,6 +333,8 @@ class VLLMEngine(InferenceEngine):
             yield bucket
 
     def _release(self) -> None:
+        if self._server is not None:
+            self._server.end()
         self._core.close()
         del self._core
 
