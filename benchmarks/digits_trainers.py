@@ -1,8 +1,10 @@
-"""The same recipe with every trainer: does it learn, and are its first steps the reference's?
+"""The same recipe with every trainer, and with pairs of an engine and a trainer: does it learn, and are its first steps the
+reference's?
 
     python benchmarks/digits_trainers.py --json digits_trainers.json
 
-Each row is one `verl-adaptor train recipes/digits.yaml` in a process of its own, where only `trainer.*` arguments differ.
+Each row is one `verl-adaptor train recipes/digits.yaml` in a process of its own, where only `trainer.*` and `engine.*`
+arguments differ.
 The first steps are compared with hf's: while the weights agree to rounding, the engine samples the same tokens and loss and
 grad norm agree; once rounding flips one sampled token the two runs are different, equally good, samples of training.
 """
@@ -25,19 +27,28 @@ TARGET = 0.9
 """Held-out reward that counts as learned."""
 FIRST = 10
 """Steps that are compared."""
+FSDP = ("trainer.backend=fsdp", "trainer.data_parallel_size=2")
+ZERO = ("trainer.backend=zero", "trainer.data_parallel_size=2", "trainer.zero_stage=3")
+MEGATRON = ("trainer.backend=megatron", "trainer.tensor_parallel_size=2")
 RUNS: dict[str, list[str]] = {
     "hf": [],
-    "hf ddp x2": ["backend=hf", "data_parallel_size=2"],
-    "fsdp x2": ["backend=fsdp", "data_parallel_size=2"],
-    "zero 3 x2": ["backend=zero", "data_parallel_size=2", "zero_stage=3"],
-    "megatron TP2": ["backend=megatron", "tensor_parallel_size=2"],
+    "hf ddp x2": ["trainer.backend=hf", "trainer.data_parallel_size=2"],
+    "fsdp x2": [*FSDP],
+    "zero 3 x2": [*ZERO],
+    "megatron TP2": [*MEGATRON],
+    "vllm + fsdp x2": ["engine.backend=vllm", *FSDP],
+    "vllm + zero 3 x2": ["engine.backend=vllm", *ZERO],
+    "vllm + megatron TP2": ["engine.backend=vllm", *MEGATRON],
+    "megatron TP2 + megatron TP2": ["engine.backend=megatron", "engine.tensor_parallel_size=2", *MEGATRON],
+    "megatron TP2 on its own shards": ["engine.backend=trainer", *MEGATRON],
+    "fsdp x2 on its own shards": ["engine.backend=trainer", *FSDP],
 }
 
 
 def run(name: str, folder: Path, more: list[str]) -> dict[str, Any]:
     """Train once; the summary and the first steps' metrics."""
     output = folder / name.replace(" ", "-")
-    settings = [f"trainer.{setting}" for setting in RUNS[name]] + more
+    settings = RUNS[name] + more
     command = [sys.executable, "-m", "verl_adaptor.cli", "train", str(ROOT / "recipes/digits.yaml"), *settings]
     print(f"{name}: {' '.join(settings)}", flush=True)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -137,10 +137,10 @@ def test_where_a_trainer_runs(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", str(running))
     if " " not in expected:
-        assert choose_executor(parallel, ExecutionConfig(**execution)) == expected
+        assert choose_executor(parallel.world_size, ExecutionConfig(**execution)) == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            choose_executor(parallel, ExecutionConfig(**execution))
+            choose_executor(parallel.world_size, ExecutionConfig(**execution))
 
 
 HANGS, FROZEN = Silent("in call update, at wait (x.py:1)"), Silent("")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from verl_adaptor.backends import checkpoint, export, probe
-from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer, named_tensors, resolve_device
+from verl_adaptor.backends.causal_lm import load_causal_lm, named_tensors, resolve_device
 from verl_adaptor.backends.causal_lm import token_log_probs_and_entropy as per_token
 from verl_adaptor.backends.heads import load_head
 from verl_adaptor.backends.hf import verl_adaptor_backends
@@ -38,6 +38,7 @@ from verl_adaptor.errors import (
 from verl_adaptor.protocols import LossOutput
 from verl_adaptor.samples import Trajectory
 from verl_adaptor.testing.models import FAMILIES, VOCAB_SIZE, make_tiny_model
+from verl_adaptor.tokenizer import load_tokenizer
 
 [SPEC] = verl_adaptor_backends()
 SPLITS: list[dict[str, Any]] = [

@@ -29,15 +29,16 @@ MAY_IMPORT = {
     "registry": {"errors", "capabilities", "hookspecs"},
     "preflight": {"errors", "config", "capabilities"},
     "objects": {"errors"},
+    "tokenizer": {"errors"},
     "tasks": GIVEN,
     "data": GIVEN | {"tasks"},
     "weights": {"errors"},
     "memory": GIVEN,
     "tracking": GIVEN,
     "execution": GIVEN
-    | {"capabilities", "weights"},  # a trainer elsewhere shows its spec here, and hands its weights over
+    | {"capabilities", "weights", "tokenizer"},  # what is elsewhere shows its spec here; its weights and texts pass
     "ppo": GIVEN | {"weights", "data", "tasks", "tracking"},
-    "backends": DOMAIN | {"hookspecs", "weights", "memory"},
+    "backends": DOMAIN | {"hookspecs", "weights", "memory", "tokenizer"},
     "factory": BASE | {"protocols", "registry", "preflight", "execution"},
     "testing": None,  # None: everything but the command line
     "matrix": None,

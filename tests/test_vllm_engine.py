@@ -77,6 +77,7 @@ def test_what_cannot_be_served_is_said_with_its_cure(bench: Bench, tmp_path: Pat
         (whole, {"engine_args": {"seed": 1}}, ConfigError, "engine_args holds seed"),
         (whole, {"engine_args": {"no_such": 1}}, ConfigError, "no_such"),
         (whole, {"tensor_parallel_size": 3}, ConfigError, "allowed: 1, 2, 4"),
+        (whole, {"weight_transport": "disk"}, ConfigError, "set mode='async'"),
     ]
     for path, settings, kind, told in wrong:
         with pytest.raises(kind, match=told):
@@ -97,7 +98,8 @@ from verl_adaptor import create_inference_engine
 from verl_adaptor.samples import SamplingParams
 
 if __name__ == "__main__":
-    engine = create_inference_engine(sys.argv[1], backend="vllm", mode=sys.argv[2])
+    ranks = int(sys.argv[4])
+    engine = create_inference_engine(sys.argv[1], backend="vllm", mode=sys.argv[2], tensor_parallel_size=ranks)
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
     if sys.argv[3] == "closes":
         engine.close()
@@ -107,11 +109,11 @@ if __name__ == "__main__":
 """
 
 
-def run_script(bench: Bench, mode: str, ending: str) -> subprocess.Popen[str]:
+def run_script(bench: Bench, mode: str, ending: str, ranks: int = 1) -> subprocess.Popen[str]:
     script = bench.folder / "script.py"
     script.write_text(SCRIPT)
     return subprocess.Popen(
-        [sys.executable, str(script), bench.path, mode, ending],
+        [sys.executable, str(script), bench.path, mode, ending, str(ranks)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "MARK": f"{os.getpid()}-{mode}-{ending}", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -141,11 +143,12 @@ def test_a_script_is_told_nothing_and_ends_by_itself(bench: Bench, mode: str, en
 
 
 @pytest.mark.slow
-def test_a_killed_script_takes_its_engine_along(bench: Bench) -> None:
+@pytest.mark.parametrize(("mode", "ranks"), [("async", 1), ("sync", 2), ("async", 2)])
+def test_a_killed_script_takes_its_engine_along(bench: Bench, mode: str, ranks: int) -> None:
     segments = set(Path("/dev/shm").iterdir())
-    script = run_script(bench, "async", "waits")
+    script = run_script(bench, mode, "waits", ranks)
     assert script.stdout is not None and script.stdout.readline() == "ready\n"
-    mark = f"{os.getpid()}-async-waits"
+    mark = f"{os.getpid()}-{mode}-waits"
     assert len(marked(mark)) > 1
     script.kill()
     deadline = time.monotonic() + 60

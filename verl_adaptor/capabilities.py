@@ -128,6 +128,8 @@ class BackendSpec:
     trainer_options: str | None = None
     capabilities: Mapping[Capability, Support] = field(default_factory=dict)
     """What is absent counts as UNSUPPORTED."""
+    own_processes: bool = False
+    """The engine starts the processes of its ranks and replicas itself; else a worker group does."""
     zero_stages: tuple[int, ...] = ()
     """Values of `zero_stage` that the trainer honours; the factory refuses all others."""
     gradient_syncs: tuple[str, ...] = ()

@@ -25,7 +25,16 @@ from verl_adaptor.errors import (
     UnsupportedCapability,
     nearest,
 )
-from verl_adaptor.execution import HostedTrainer, Recipe, RemoteTrainer, WorkerPool
+from verl_adaptor.execution import (
+    HostedEngine,
+    HostedTrainer,
+    RanksConfig,
+    Recipe,
+    RemoteTrainer,
+    WorkerGroup,
+    WorkerPool,
+    ranks_running,
+)
 from verl_adaptor.preflight import Facts, check
 from verl_adaptor.preflight.model import read_model_config
 from verl_adaptor.preflight.requests import requests
@@ -103,12 +112,21 @@ class Plan(Generic[BuiltT, ConfigT]):
         check(self.spec, Facts(role=self.role, config=self.config, options=self.options, model=model))
         return dataclasses.replace(self, path=None if path is None else str(Path(path).expanduser()))
 
+    @property
+    def ranks(self) -> RanksConfig | None:
+        """What it asks of a `WorkerPool`; None for an engine of this process, or with processes of its own.
+
+        Raises:
+            ConfigError: an engine of several ranks is to stay in this process, and that is not one of as many.
+        """
+        return self.config if isinstance(self.config, TrainerConfig) else _ranks_wanted(self.spec, self.config)
+
     def create(self, path: PathLike | None = None, *, workers: WorkerPool | None = None) -> BuiltT:
         """Import the backend's class and build it, in this process or on the ranks that the settings ask for.
 
         Args:
             path: for a plan that was made without one.
-            workers: where a trainer's ranks come from, to share them with others; None starts ranks of its own if needed,
+            workers: where ranks come from, to share them with others; None starts ranks of its own if needed,
                 which end with it.
 
         Raises:
@@ -118,25 +136,52 @@ class Plan(Generic[BuiltT, ConfigT]):
         plan = self if path is None else self.on(path)
         if plan.path is None:
             raise ModelError("this plan was made without a model; give create() the path of one.")
-        if isinstance(plan.config, TrainerConfig):
-            group = (workers or WorkerPool()).group(plan.config, plan.spec.name)
+        if plan.ranks is not None:
+            group = (workers or WorkerPool()).group(plan.ranks, plan.spec.name)
             if group is not None:
-                recipe = Recipe(f"{__name__}:{host_trainer.__name__}", _arguments(plan))
-                remote: Any = RemoteTrainer(
-                    plan.path,
-                    plan.config,
-                    plan.options,
-                    plan.spec,
-                    group=group,
-                    recipe=recipe,
-                    owns_group=workers is None,
-                )
-                return remote
+                return _remote(plan, plan.path, group, owns_group=workers is None)
         built: BuiltT = load_class(plan.spec, plan.role)(plan.path, plan.config, plan.options, plan.spec)
         return built
 
 
 # -- ranks in other processes ------------------------------------------------------------------------------------
+
+
+def _ranks_wanted(spec: BackendSpec, config: EngineConfig) -> EngineConfig | None:
+    """The ranks of an engine that runs in a worker group, as `WorkerPool.group` takes them; None for one that runs here.
+
+    That is one of several ranks, unless it makes processes of its own, and one that the execution settings send elsewhere.
+
+    Raises:
+        ConfigError: it is to stay in this process, and that is not one of as many ranks.
+    """
+    if spec.own_processes:
+        config = config.replace(replicas=1, parallel=ParallelConfig())
+    execution, ranks = config.execution, config.world_size
+    if execution.executor == "inline" and ranks > 1 and ranks_running() != ranks:
+        raise ConfigError(
+            f"executor='inline' with {ranks} ranks of an engine, and this process is one of {ranks_running()}; leave executor "
+            "out: then the ranks are started."
+        )
+    sent = execution.executor == "ray" or execution.ray_address is not None or execution.python_executable is not None
+    return config if sent or (ranks > 1 and execution.executor == "auto") else None
+
+
+def _remote(plan: Plan[Any, Any], path: str, group: WorkerGroup, *, owns_group: bool) -> Any:
+    from verl_adaptor.execution.remote_engine import RemoteEngine
+
+    training = plan.role == "training"
+    builder = host_trainer if training else host_engine
+    kind: Any = RemoteTrainer if training else RemoteEngine
+    recipe = Recipe(f"{__name__}:{builder.__name__}", _arguments(plan))
+    return kind(path, plan.config, plan.options, plan.spec, group=group, recipe=recipe, owns_group=owns_group)
+
+
+def host_engine(path: str, backend: str, settings: Mapping[str, Any], spec: BackendSpec | None) -> HostedEngine:
+    """As `host_trainer`, for an engine."""
+    if spec is not None:
+        register(spec)
+    return HostedEngine(resolve_engine(path, backend, **settings).create())
 
 
 def host_trainer(path: str, backend: str, settings: Mapping[str, Any], spec: BackendSpec | None) -> HostedTrainer:
@@ -147,7 +192,7 @@ def host_trainer(path: str, backend: str, settings: Mapping[str, Any], spec: Bac
 
 
 def _arguments(plan: Plan[Any, Any]) -> dict[str, Any]:
-    """`host_trainer`'s, as built-ins: the settings flat again, the executor's share resolved."""
+    """`host_trainer`'s and `host_engine`'s, as built-ins: the settings flat again, the executor's share resolved."""
     config, execution = plan.config, plan.config.execution
     settings = config.model_dump(mode="json", exclude_unset=True, exclude={"parallel", "execution"})
     settings |= config.parallel.model_dump(mode="json", exclude_unset=True)
@@ -170,7 +215,7 @@ def _resolve(
     role: Role, backend: str, model: type[ConfigT], settings: Mapping[str, Any]
 ) -> tuple[BackendSpec, ConfigT, Config | None]:
     spec = get_spec(backend, role)
-    elsewhere = role == "training" and settings.get("python_executable")
+    elsewhere = settings.get("python_executable")
     framework = None if elsewhere else check_version(spec)  # another environment checks its own
     config, options = build_config(model, options_model(spec, role), settings)
     _check_capabilities(spec, role, config, framework)

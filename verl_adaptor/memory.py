@@ -16,6 +16,7 @@ import gc
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import torch
@@ -25,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from verl_adaptor.errors import TrainerError
 
 _M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX, _MAPPINGS = -4, 65536
+"""How many allocations may be mappings of their own, and glibc's own number."""
 _FREED = 96 << 10
 """Bytes: enough that glibc looks at the heap's end when they are freed, and few enough that they are on the heap."""
 _GROWN = {_M_TRIM_THRESHOLD: 64 << 20, -3: 32 << 20}
@@ -109,6 +112,27 @@ def _trim_top(libc: Any) -> None:
     libc.free(libc.malloc(_FREED))
     for parameter, grown in _GROWN.items():  # having been told one of them, glibc adjusts neither any more
         libc.mallopt(parameter, grown)
+
+
+@contextmanager
+def reusing() -> Iterator[None]:
+    """What is freed meanwhile is kept, for the allocations that follow.
+
+    glibc gives each large allocation fresh pages and its pages back when it is freed; fetching and zeroing them takes longer
+    than packing a matrix does.
+    """
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_MMAP_MAX, _MAPPINGS)
+        for parameter, grown in _GROWN.items():
+            libc.mallopt(parameter, grown)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -243,5 +243,7 @@ class WeightUpdate:
     """Names that some engines fuse (q, k, v; gate, up) and that therefore travel in one bucket."""
     digests: Mapping[str, int] = field(default_factory=dict)
     """`weights.digests` of the tensors, taken where they are trained; empty: they are not compared on arrival."""
+    source: tuple[str, int] = ("", 0)
+    """The trainer that exported it and its version there, for engines that run on one trainer's own weights."""
     largest_bucket: int = 0
     """Bytes that the largest bucket takes in shared memory; 0 where nobody has counted."""

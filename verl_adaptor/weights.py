@@ -48,9 +48,9 @@ class SharedBucket:
             os.close(handle)
         self.memory = attach(str(self.path), self.size)
 
-    def write(self, bucket: Mapping[str, Tensor]) -> Layout:
-        """Copy a bucket in and say where its tensors are."""
-        return write(self.memory, bucket)
+    def write(self, bucket: Mapping[str, Tensor], first: int = 0) -> Layout:
+        """Copy a bucket in, from byte `first` on, and say where its tensors are."""
+        return write(self.memory, bucket, first)
 
     def unlink(self) -> None:
         """Remove the name; the memory lives until the last process that has it open lets go."""
@@ -64,10 +64,10 @@ def attach(path: str, size: int) -> Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-def write(memory: Tensor, bucket: Mapping[str, Tensor]) -> Layout:
-    """Copy a bucket into [size] bytes of shared memory and say where its tensors are."""
+def write(memory: Tensor, bucket: Mapping[str, Tensor], first: int = 0) -> Layout:
+    """Copy a bucket into [size] bytes of shared memory, from byte `first` on, and say where its tensors are."""
     layout: Layout = []
-    for name, tensor, start in _places(bucket):
+    for name, tensor, start in _places(bucket, first):
         view = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor)
         layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start))
@@ -91,8 +91,8 @@ def packed_size(sizes: Iterable[int]) -> int:
     return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 
 
-def _places(bucket: Mapping[str, Tensor]) -> list[tuple[str, Tensor, int]]:
-    places, start = [], 0
+def _places(bucket: Mapping[str, Tensor], start: int) -> list[tuple[str, Tensor, int]]:
+    places = []
     for name, tensor in bucket.items():
         places.append((name, tensor, start))
         start += packed_size([tensor.nbytes])

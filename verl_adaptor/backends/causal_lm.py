@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from verl_adaptor.errors import ConfigError, ModelError
 
@@ -136,8 +135,7 @@ def _load(
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                # PyTorch's fused attention ignores the soft cap of Gemma 2's attention scores, in silence
-                attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+                attn_implementation=_attention(config),
             )
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
@@ -152,10 +150,21 @@ def _load(
         raise ModelError(
             f"{path}: {type(model).__name__} needs weights that are not there ({names}); give a folder that was saved as one."
         )
+    return _deterministic(model.to(device))
+
+
+def _attention(config: PreTrainedConfig) -> str | None:
+    """PyTorch's fused attention ignores the soft cap of Gemma 2's attention scores, in silence."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
+
+
+def _deterministic(model: Any) -> PreTrainedModel:
+    """In eval mode, and without dropout in any other."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    return model.to(device).eval()
+    whole: PreTrainedModel = model.eval()
+    return whole
 
 
 def _silence(config: PreTrainedConfig) -> None:
@@ -184,28 +193,6 @@ def _rng_untouched() -> Iterator[None]:
     """transformers may draw weights (on the CPU) before it overwrites them; give the generator back (law I10)."""
     with torch.random.fork_rng(devices=[]):
         yield
-
-
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer; None if it has none. A hub id's is fetched as transformers sees fit."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: its tokenizer cannot be loaded. transformers said: {_first_line(error)}") from error
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's pad id, else its EOS id. Only a filler: masks come from lengths, never from ids (C05)."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    raise ModelError(
-        f"{tokenizer.name_or_path}: the tokenizer has neither a pad nor an EOS token; set one "
-        "(tokenizer.pad_token = ...; tokenizer.save_pretrained(folder))."
-    )
 
 
 # -- names -------------------------------------------------------------------------------------------------------
@@ -250,15 +237,25 @@ class Outline:
     """Alias -> the name in `tensors` that it shares memory with."""
 
 
-def outline(path: str, trust_remote_code: bool = False) -> Outline:
-    """The names and shapes that `load_causal_lm` would find, for engines that load the model by other means."""
+def skeleton(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal LM that `load_causal_lm` would load, on the meta device, deterministic likewise."""
     config = load_config(path, trust_remote_code)
+    for part in (config, config.get_text_config()):
+        _silence(part)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code, attn_implementation=_attention(config)
+            )
     except ValueError as error:
         raise _no_causal_lm(path, config) from error
     model.tie_weights()
+    return _deterministic(model)
+
+
+def outline(path: str, trust_remote_code: bool = False) -> Outline:
+    """The names and shapes that `load_causal_lm` would find, for engines that load the model by other means."""
+    model: Any = skeleton(path, trust_remote_code)
     stand_ins: dict[int, Tensor] = {}
     for module in model.modules():  # tied memory is told by its address, which meta tensors do not have
         for own, kept in ((module._parameters, nn.Parameter), (module._buffers, lambda tensor, **_: tensor)):

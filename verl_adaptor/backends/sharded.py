@@ -27,6 +27,10 @@ class ShardedTrainer(TorchTrainer, abc.ABC):
     def _shards(self) -> Mapping[str, Tensor]:
         """This rank's shards under the module's own names."""
 
+    def lent_parameters(self) -> None:
+        """None: here are shards."""
+        return
+
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         return self._blueprint.tensors, self._blueprint.tied
 

@@ -25,17 +25,20 @@ from transformers import GenerationConfig
 from verl_adaptor import batch as batches
 from verl_adaptor import memory
 from verl_adaptor.backends import adapters, checkpoint, export
-from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, named_tensors
+from verl_adaptor.backends.causal_lm import load_config, named_tensors
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE, Head, load_head
 from verl_adaptor.backends.optimizer import Optimizer
 from verl_adaptor.backends.probe import check_gradients, check_packing
+from verl_adaptor.backends.rollout import RolloutEngine
 from verl_adaptor.backends.sums import Sums
 from verl_adaptor.backends.world import join, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec, Capability
-from verl_adaptor.config import Config, TrainerConfig
+from verl_adaptor.config import Config, EngineConfig, TrainerConfig
 from verl_adaptor.errors import TrainerError, UnsupportedCapability, VerlAdaptorError
+from verl_adaptor.protocols.engine import InferenceEngine
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, LossOutput, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.tokenizer import load_tokenizer
 
 
 class TorchTrainer(TrainerBackend):
@@ -173,7 +176,7 @@ class TorchTrainer(TrainerBackend):
 
     def _export_weights(self) -> WeightUpdate:
         tensors, tied = self._tensors()
-        check = partial(self._check_exported, self._version)
+        check = partial(self.check_exported, self._version)
         return export.weight_update(tensors, tied, self._version, check=check, gather=self._exported)
 
     def _exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -195,13 +198,9 @@ class TorchTrainer(TrainerBackend):
         layer = self.head.get_submodule("value_head") if self.config.head == "value" else None
         return {} if layer is None else {prefix + name: tensor for name, tensor in layer.state_dict().items()}
 
-    def _check_exported(self, version: int) -> None:
-        self._check_open()
-        if self._changed or self._version != version:
-            raise TrainerError(
-                f"the weights of version {version} are gone: the trainer has gone on. Call export_weights() again, and pull "
-                "its buckets before the next optimizer step."
-            )
+    def lent_parameters(self) -> dict[str, Tensor] | None:
+        """The model's own parameters by its own names, where they are whole on this rank and are what is exported."""
+        return None if self.head.adapters is not None else dict(self.head.model.named_parameters())
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -320,6 +319,9 @@ class TorchTrainer(TrainerBackend):
             return adapters.ReferenceView(self, self.head.adapters)
         config = self.config.replace(trainable=False, activation_checkpointing=False)
         return type(self)(self.path, config, self.options, self.spec)
+
+    def _rollout_engine(self, config: EngineConfig, settings: Mapping[str, Any]) -> InferenceEngine:
+        return RolloutEngine(self, config)
 
     def _offload(self, tier: str) -> None:
         self._away = offload(self.world, self._state_tensors(), tier)

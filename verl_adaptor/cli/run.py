@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import yaml
 
-from verl_adaptor.backends.causal_lm import load_tokenizer, pad_token_id
 from verl_adaptor.capabilities import Capability
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.cli.signals import StopSignals
@@ -40,10 +39,13 @@ from verl_adaptor.ppo.rollout import Rollout, single_turn
 from verl_adaptor.preflight.recipe import batch_divides
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
 from verl_adaptor.tasks import Task, load_task
+from verl_adaptor.tokenizer import load_tokenizer, pad_token_id
 from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
 
 TrainerPlan = Plan[TrainerBackend, TrainerConfig]
+TRAINERS_OWN = "trainer"
+"""An engine's backend in a recipe: the actor's `rollout_engine`."""
 NO_ADAPTERS = dict.fromkeys(("lora_rank", "lora_alpha", "lora_target_modules"))
 """What a reference does not inherit from the actor: it is the model as it was."""
 
@@ -52,7 +54,8 @@ NO_ADAPTERS = dict.fromkeys(("lora_rank", "lora_alpha", "lora_target_modules"))
 class Plans:
     """All parts of a recipe, checked and not made yet: nothing is loaded, nothing is written."""
 
-    engine: Plan[InferenceEngine, EngineConfig]
+    engine: Plan[InferenceEngine, EngineConfig] | dict[str, Any]
+    """Settings for `TrainerBackend.rollout_engine` where it is to run on the actor's own weights."""
     actor: TrainerPlan
     critic: TrainerPlan | None
     reference: TrainerPlan | None
@@ -81,7 +84,7 @@ def plan(recipe: Recipe) -> Plans:
     if recipe.rollout.function:
         rollout = load_callable(recipe.rollout.function, key="rollout.function")
     plans = Plans(
-        engine=resolve_engine(path, **{"seed": recipe.seed, **recipe.engine}),
+        engine=_engine_plan(path, {"seed": recipe.seed, **recipe.engine}),
         actor=actor,
         critic=None if recipe.critic is None else trainer(**{**recipe.critic, "head": "value"}),
         reference=trainer(**{**NO_ADAPTERS, **recipe.reference, "trainable": False, "activation_checkpointing": False})
@@ -97,6 +100,17 @@ def plan(recipe: Recipe) -> Plans:
     if problems:
         raise ConfigError("\n".join(problems))
     return plans
+
+
+def _engine_plan(path: str | None, settings: dict[str, Any]) -> Plan[InferenceEngine, EngineConfig] | dict[str, Any]:
+    own = settings.get("backend") == TRAINERS_OWN
+    return {k: v for k, v in settings.items() if k != "backend"} if own else resolve_engine(path, **settings)
+
+
+def _engine(plans: Plans, actor: TrainerBackend, path: str, workers: WorkerPool) -> InferenceEngine:
+    if isinstance(plans.engine, Plan):
+        return plans.engine.create(path, workers=workers)
+    return actor.rollout_engine(**plans.engine)
 
 
 @contextmanager
@@ -115,7 +129,8 @@ def prepared(
         ConfigError: the folder holds another run, or cannot be written; or anything `plan` raises.
     """
     plans = plan(recipe)
-    workers.check(p.config for p in (plans.actor, plans.critic, plans.reference) if p)
+    made = [p for p in (plans.actor, plans.critic, plans.reference, plans.engine) if isinstance(p, Plan)]
+    workers.check(p.ranks for p in made if p.ranks)
     checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
     _check_folder(recipe, output, checkpoints, resume=resume)
     with ExitStack() as stack:
@@ -130,7 +145,8 @@ def prepared(
         )
         path, facts = _model(recipe, output, resume=resume)
         tokenizer = load_tokenizer(path)
-        engine = stack.enter_context(plans.engine.create(path))
+        actor = stack.enter_context(plans.actor.create(path, workers=workers))
+        engine = stack.enter_context(_engine(plans, actor, path, workers))
         prompts, held_out = open_prompts(
             recipe.data.replace(max_prompt_tokens=_room_for_prompts(recipe, engine)),
             tokenizer,
@@ -141,7 +157,6 @@ def prepared(
         start = prompts.state_dict()
         next(prompts)  # there is one to train on, beside the held-out ones
         prompts.load_state_dict(start)
-        actor = stack.enter_context(plans.actor.create(path, workers=workers))
         run = (
             PPO(
                 config=recipe.ppo,

@@ -42,7 +42,7 @@ class ParallelConfig(Config):
 
 
 class ExecutionConfig(Config):
-    """Where the ranks of a trainer run, and how long they may take."""
+    """Where the ranks of a trainer or an engine run, and how long they may take."""
 
     executor: Literal["auto", "inline", "ray"] = "auto"
     """``inline``: this process, or the ranks that torchrun started. ``ray``: Ray actors, here or on a cluster. ``auto``:
@@ -65,6 +65,8 @@ class ExecutionConfig(Config):
 class EngineConfig(Config):
     """What every inference engine understands."""
 
+    replicas: PositiveInt = 1
+    """Copies of the engine behind one door, each with ranks of its own; a request goes to the one with the fewest."""
     mode: Literal["sync", "async"] = "sync"
     """``sync``: in this process where it fits there; it starts fast and advances while somebody waits for it. ``async``: in
     processes of its own where the backend has them, so that it advances while this process does something else. Either
@@ -85,6 +87,12 @@ class EngineConfig(Config):
     trust_remote_code: bool = False
     """Run Python code that the model folder ships. Off, because that code can do anything."""
     parallel: ParallelConfig = ParallelConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks needed."""
+        return self.replicas * self.parallel.world_size
 
 
 class TrainerConfig(Config):
@@ -142,6 +150,11 @@ class TrainerConfig(Config):
     """Names of the layers that get adapters, e.g. q_proj; None: every linear layer but the output head."""
     parallel: ParallelConfig = ParallelConfig()
     execution: ExecutionConfig = ExecutionConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks needed."""
+        return self.parallel.world_size
 
     @model_validator(mode="after")
     def _lora_has_a_rank(self) -> TrainerConfig:

@@ -129,7 +129,9 @@ class Recipe(Config):
     """A whole run: what ``verl-adaptor train`` reads from YAML.
 
     `engine`, `trainer`, `critic` and `reference` hold ``backend`` and that backend's settings; the factory checks them,
-    because which keys exist depends on the backend. `critic` and `reference` inherit from `trainer` what they leave out.
+    because which keys exist depends on the backend. An engine whose backend is ``trainer`` is the actor's own
+    `rollout_engine`; its other settings are those that this takes. `critic` and `reference` inherit from `trainer` what they
+    leave out.
     """
 
     seed: int = 0

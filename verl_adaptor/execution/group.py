@@ -32,7 +32,7 @@ _ECHO = re.compile(r"gloo|nccl|c10d|connection (reset|closed|refused)|broken pip
 
 @dataclass(frozen=True)
 class Answer:
-    """The rank did it; `value` is the first rank's result, None elsewhere."""
+    """The rank did it; `value` is its result, where it was asked for."""
 
     value: Any = None
 
@@ -99,7 +99,7 @@ class Workers(abc.ABC):
 
 
 class WorkerGroup:
-    """The ranks that one or more trainers live on.
+    """The ranks that one or more trainers and engines live on.
 
     After a failure that leaves ranks out of step the group is broken: its processes are ended, every call raises at once,
     and `restart` starts it afresh. An error of ours that every rank raised alike leaves it usable.
@@ -133,9 +133,9 @@ class WorkerGroup:
         """Build an object on every rank by ``package.module:function`` and keyword arguments."""
         self._run(key, "create", ("create", key, builder, dict(arguments)), self.start_timeout_s)
 
-    def derive(self, key: str, method: str, new_key: str) -> None:
-        """Keep what ``object.method()`` returns on every rank as an object of its own."""
-        self._run(key, method, ("derive", key, method, new_key), self.start_timeout_s)
+    def derive(self, key: str, method: str, new_key: str, **kwargs: Any) -> None:
+        """Keep what ``object.method(**kwargs)`` returns on every rank as an object of its own."""
+        self._run(key, method, ("derive", key, method, new_key, kwargs), self.start_timeout_s)
 
     def call(self, key: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """``object.method(*args, **kwargs)`` on every rank; the first rank's result.
@@ -145,7 +145,11 @@ class WorkerGroup:
             WorkerDied, WorkerTimeout, WorkerError: ranks failed; the sentence names them, the operation and the last
                 metrics. The group is broken.
         """
-        return self._run(key, method, ("call", key, method, args, kwargs), self.call_timeout_s)
+        return self._run(key, method, ("call", key, method, args, kwargs), self.call_timeout_s)[0]
+
+    def call_each(self, key: str, method: str, *args: Any) -> list[Any]:
+        """As `call`; every rank's result, by rank."""
+        return self._run(key, method, ("ask", key, method, args), self.call_timeout_s)
 
     def note(self, key: str, metrics: Mapping[str, float]) -> None:
         """Remember the last metrics of an object, for the sentence of a later failure."""
@@ -175,7 +179,7 @@ class WorkerGroup:
             _open.discard(self)
             self.workers.stop()
 
-    def _run(self, key: str, operation: str, request: Request, timeout_s: float) -> Any:
+    def _run(self, key: str, operation: str, request: Request, timeout_s: float) -> list[Any]:
         with self._lock:
             if self._closed or self.broken:
                 raise WorkerError(self.broken or "the worker group was closed; make a new trainer.")
@@ -186,8 +190,7 @@ class WorkerGroup:
                 raise
             error, usable = judge(outcomes, f"{operation} of the {key}", timeout_s, self._last(key))
             if error is None:
-                first = outcomes[0]
-                return decode(first.value) if isinstance(first, Answer) else None
+                return [decode(found.value) for found in outcomes if isinstance(found, Answer)]
             if not usable:
                 self._break(str(error))
             raise error

@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Literal, Self
 
-from verl_adaptor.config import ExecutionConfig, ParallelConfig, TrainerConfig
+from verl_adaptor.config import EngineConfig, ExecutionConfig, TrainerConfig
 from verl_adaptor.errors import BackendNotInstalled, ConfigError
 from verl_adaptor.execution.environment import process_as_found
 from verl_adaptor.execution.group import WorkerGroup
 
+RanksConfig = TrainerConfig | EngineConfig
+"""What says how many ranks, where, and on which device."""
 
-def choose_executor(parallel: ParallelConfig, execution: ExecutionConfig) -> Literal["inline", "ray"]:
+
+def choose_executor(world_size: int, execution: ExecutionConfig) -> Literal["inline", "ray"]:
     """``inline`` where this process, or the world that it is one rank of, is enough; else ``ray``.
 
     Raises:
@@ -28,7 +31,7 @@ def choose_executor(parallel: ParallelConfig, execution: ExecutionConfig) -> Lit
                 f"executor='inline' does not read {', '.join(needs_ray)}; leave it out, or use executor='ray'."
             )
         return "inline"
-    ranks = _ranks_running()
+    ranks = ranks_running()
     if ranks > 1 and (needs_ray or execution.executor == "ray"):
         raise ConfigError(
             f"this process is one of {ranks} ranks, and each would start Ray workers of its own; start one process instead of "
@@ -36,10 +39,10 @@ def choose_executor(parallel: ParallelConfig, execution: ExecutionConfig) -> Lit
         )
     if needs_ray or execution.executor == "ray":
         return "ray"
-    return "inline" if ranks > 1 or parallel.world_size == 1 else "ray"
+    return "inline" if ranks > 1 or world_size == 1 else "ray"
 
 
-def _ranks_running() -> int:
+def ranks_running() -> int:
     """Size of the world that this process is in: 1 outside of torchrun."""
     dist = sys.modules.get("torch.distributed")  # not imported: then not initialised either
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -63,8 +66,8 @@ class WorkerPool:
     def __init__(self) -> None:
         self._groups: dict[object, WorkerGroup] = {}
 
-    def group(self, config: TrainerConfig, label: str) -> WorkerGroup | None:
-        """The ranks for a trainer of these settings; None if it belongs into this process.
+    def group(self, config: RanksConfig, label: str) -> WorkerGroup | None:
+        """The ranks for a trainer or an engine of these settings; None if it belongs into this process.
 
         Args:
             config: its parallel sizes, device and execution settings matter.
@@ -75,7 +78,7 @@ class WorkerPool:
             BackendNotInstalled: Ray is missing.
             WorkerError: a rank does not come up.
         """
-        if choose_executor(config.parallel, config.execution) == "inline":
+        if choose_executor(config.world_size, config.execution) == "inline":
             return None
         key = _key(config)
         if key in self._groups:
@@ -84,14 +87,14 @@ class WorkerPool:
             self._groups[key] = start_ray(config, label)
         return self._groups[key]
 
-    def check(self, configs: Iterable[TrainerConfig]) -> None:
+    def check(self, configs: Iterable[RanksConfig]) -> None:
         """Raise `ConfigError` if trainers of these settings do not fit this machine together; nothing is started.
 
         What a cluster has is asked when it is joined.
         """
-        shared = {_key(c): c for c in configs if choose_executor(c.parallel, c.execution) == "ray"}
+        shared = {_key(c): c for c in configs if choose_executor(c.world_size, c.execution) == "ray"}
         here = [c for c in shared.values() if c.execution.ray_address is None]
-        need = sum(c.parallel.world_size * c.execution.cpus_per_worker for c in here)
+        need = sum(c.world_size * c.execution.cpus_per_worker for c in here)
         have = os.cpu_count() or 1
         if need > have and "RAY_ADDRESS" not in os.environ and not _in_ray():
             raise ConfigError(
@@ -113,8 +116,8 @@ class WorkerPool:
         self.close()
 
 
-def _key(config: TrainerConfig) -> tuple[object, ...]:
-    return config.parallel.world_size, config.device, config.execution
+def _key(config: RanksConfig) -> tuple[object, ...]:
+    return config.world_size, config.device, config.execution
 
 
 def _in_ray() -> bool:
@@ -122,19 +125,19 @@ def _in_ray() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def start_ray(config: TrainerConfig, label: str) -> WorkerGroup:
+def start_ray(config: RanksConfig, label: str) -> WorkerGroup:
     """A new group of Ray actors. Raises as `WorkerPool.group`."""
     if importlib.util.find_spec("ray") is None:
         raise BackendNotInstalled(
-            f"{config.parallel.world_size} ranks need Ray, which is not installed; install it with: pip install 'ray>=2.50', "
-            f"or start this script with: torchrun --nproc-per-node={config.parallel.world_size}"
+            f"{config.world_size} ranks need Ray, which is not installed; install it with: pip install 'ray>=2.50', "
+            f"or start this script with: torchrun --nproc-per-node={config.world_size}"
         )
     with process_as_found():
         from verl_adaptor.execution.ray import RayWorkers
 
     execution = config.execution
     return WorkerGroup(
-        RayWorkers(config.parallel.world_size, execution, config.device, label),
+        RayWorkers(config.world_size, execution, config.device, label),
         start_timeout_s=execution.start_timeout_s,
         call_timeout_s=execution.call_timeout_s,
     )

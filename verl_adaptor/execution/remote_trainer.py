@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_adaptor.capabilities import BackendSpec
-from verl_adaptor.config import Config, TrainerConfig
-from verl_adaptor.errors import TrainerError, UnsupportedCapability
+from verl_adaptor.config import Config, EngineConfig, TrainerConfig
+from verl_adaptor.errors import TrainerError
 from verl_adaptor.execution.group import WorkerGroup
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
+    from verl_adaptor.protocols.engine import InferenceEngine
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a trainer is built on a rank."""
+    """How a trainer or an engine is built on a rank."""
 
     builder: str
-    """``package.module:function`` that returns a `HostedTrainer`."""
+    """``package.module:function`` that returns a `HostedTrainer` or a `HostedEngine`."""
     arguments: Mapping[str, Any]
     """Its keyword arguments: built-ins, and a pickled spec where no package has it."""
 
@@ -123,6 +125,7 @@ class RemoteTrainer(TrainerBackend):
         """The weights, pulled from the ranks bucket by bucket; this process holds one bucket at a time (law T4)."""
         self._check_open()
         update = self._export_weights()
+        update = dataclasses.replace(update, source=(self._source, update.version))
         return dataclasses.replace(update, digests=self._digests(update)) if digests else update
 
     def _digests(self, update: WeightUpdate) -> dict[str, int]:
@@ -186,11 +189,15 @@ class RemoteTrainer(TrainerBackend):
         config = self.config.replace(trainable=False, lora_rank=None, lora_alpha=None, lora_target_modules=None)
         return RemoteTrainer(self.path, config, self.options, self.spec, group=self._group, recipe=None, key=key)
 
-    def rollout_engine(self) -> Any:
-        """Not through worker processes: an engine cannot be driven over them call by call."""
-        raise UnsupportedCapability(
-            f"{self.spec.name}: the trainer's shards are in worker processes, and so would its engine be; start the script with "
-            f"torchrun --nproc-per-node={self.config.parallel.world_size}, or make an engine with create_inference_engine."
+    def _rollout_engine(self, config: EngineConfig, settings: Mapping[str, Any]) -> InferenceEngine:
+        """The backend's rollout engine, on the same ranks."""
+        from verl_adaptor.execution.remote_engine import RemoteEngine
+
+        self.export_weights()  # what it serves first
+        key = self._group.new_key(f"rollout engine of the {self._key}")
+        self._group.derive(self._key, "rollout_engine", key, **settings)
+        return RemoteEngine(
+            self.path, config, None, self.spec, group=self._group, recipe=None, key=key, source=self._source
         )
 
     # -- life ----------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from verl_adaptor.config import ExecutionConfig, TrainerConfig
+from verl_adaptor.config import ExecutionConfig
 from verl_adaptor.errors import TrainerError, WorkerError, WorkerTimeout
 from verl_adaptor.execution.group import Died, Outcome, Silent, WorkerGroup, Workers, grace, outcome
-from verl_adaptor.execution.pool import WorkerPool, choose_executor
+from verl_adaptor.execution.pool import RanksConfig, WorkerPool, choose_executor
 from verl_adaptor.execution.worker import Request, Worker
 
 PIECE = 4 << 20
@@ -44,9 +44,9 @@ class TorchrunPool(WorkerPool):
         self._workers = _TorchrunWorkers(Channel(), world()[1])
         self._group: WorkerGroup | None = None
 
-    def group(self, config: TrainerConfig, label: str) -> WorkerGroup:
+    def group(self, config: RanksConfig, label: str) -> WorkerGroup:
         """The ranks of this world, whatever the parallel sizes: a trainer that wants another number of them says so."""
-        choose_executor(config.parallel, config.execution)  # refuses what asks for Ray
+        choose_executor(config.world_size, config.execution)  # refuses what asks for Ray
         if self._group is None:
             execution: ExecutionConfig = config.execution
             self._workers.label = label

@@ -51,12 +51,12 @@ class Worker:
         return f"in {self._now}, at {innermost.name} ({Path(innermost.filename).name}:{innermost.lineno})"
 
     def run(self, request: Request) -> Reply:
-        """Do what is asked; every rank does, and the first one hands the result back."""
+        """Do what is asked; every rank does. ``ask`` wants the result of each, all else that of the first."""
         operation, *arguments = request
         self._thread, self._now = threading.get_ident(), " ".join(str(a) for a in request[:3] if isinstance(a, str))
         try:
             result = getattr(self, f"_{operation}")(*decode(arguments))
-            return "answer", encode(result) if self._rank == 0 else None
+            return "answer", encode(result) if self._rank == 0 or operation == "ask" else None
         except Exception as error:
             return raised(error)
         finally:
@@ -71,9 +71,12 @@ class Worker:
     def _call(self, key: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return getattr(self._find(key), method)(*args, **kwargs)
 
-    def _derive(self, key: str, method: str, new_key: str) -> None:
+    def _ask(self, key: str, method: str, args: Sequence[Any]) -> Any:
+        return getattr(self._find(key), method)(*args)
+
+    def _derive(self, key: str, method: str, new_key: str, kwargs: Mapping[str, Any]) -> None:
         """Keep what a method returns as an object of its own."""
-        self._objects[new_key] = getattr(self._find(key), method)()
+        self._objects[new_key] = getattr(self._find(key), method)(**kwargs)
 
     def _drop(self, key: str) -> None:
         found = self._objects.pop(key, None)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, Self
@@ -270,6 +271,14 @@ class InferenceEngine(abc.ABC):
     def capabilities(self) -> Mapping[Capability, Support]:
         """What this backend declares."""
         return self.spec.capabilities
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """On a rank of a worker group: which replica's it is, and whether it reports for it. Here every rank is a whole one."""
+        return int(os.environ.get("RANK", "0")), True
+
+    scores_together = False
+    """Whether `score` needs all ranks of a worker group at once, all with all rows."""
 
     # -- what a backend writes, always called under the engine's lock --------------------------------------------
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Support
-from verl_adaptor.config import Config, TrainerConfig
+from verl_adaptor.config import Config, EngineConfig, TrainerConfig
 from verl_adaptor.errors import (
     ConfigError,
     TrainerClosed,
@@ -51,6 +52,9 @@ class LossOutput:
 
 OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
 """What `TrainerBackend.update` itself returns."""
+
+ROLLOUT_SETTINGS = ("max_model_len", "max_batch_size", "max_prefill_tokens", "dtype", "seed")
+"""What a trainer's rollout engine can be told; all else is the trainer's."""
 
 TIERS = ("host", "disk")
 """Where `TrainerBackend.offload` can move a trainer's state."""
@@ -129,6 +133,7 @@ class TrainerBackend(abc.ABC):
         self.options = options
         self.spec = spec
         self._closed = False
+        self._source = uuid.uuid4().hex
         self._version = 0
         self._changed = False
         self._tier: str | None = None
@@ -207,6 +212,7 @@ class TrainerBackend(abc.ABC):
             self._version += 1
             self._changed = False
         update = self._export_weights()
+        update = dataclasses.replace(update, source=(self._source, update.version))
         return dataclasses.replace(update, digests=self._digests(update)) if digests else update
 
     def _digests(self, update: WeightUpdate) -> dict[str, int]:
@@ -274,9 +280,33 @@ class TrainerBackend(abc.ABC):
             self._onload()
             self._tier = None
 
-    def rollout_engine(self) -> InferenceEngine:
-        """An engine on the trainer's own weights."""
-        raise self._unsupported(Capability.ROLLOUT_ENGINE)
+    def rollout_engine(self, **settings: Any) -> InferenceEngine:
+        """An engine on the trainer's own weights, over the same ranks: nothing is copied to another framework.
+
+        It serves what was exported last: after an update of the trainer it refuses until ``engine.update_weights`` is handed
+        the next export, which moves no bytes. It takes exports of no other trainer, and ends with this one.
+
+        Args:
+            settings: `EngineConfig`'s max_model_len, max_batch_size, max_prefill_tokens, dtype (the trainer's unless told
+                otherwise) and seed.
+
+        Raises:
+            UnsupportedCapability: the backend has none, or the head is ``value``.
+            ConfigError: another setting.
+        """
+        self._check_open()
+        if not self.spec.support(Capability.ROLLOUT_ENGINE):
+            raise self._unsupported(Capability.ROLLOUT_ENGINE)
+        if self.config.head != "policy":
+            raise UnsupportedCapability("a critic generates nothing; ask the actor for a rollout engine.")
+        foreign = sorted(settings.keys() - set(ROLLOUT_SETTINGS))
+        if foreign:
+            raise ConfigError(
+                f"a rollout engine does not read {', '.join(foreign)}: it is where its trainer is; allowed: "
+                f"{', '.join(ROLLOUT_SETTINGS)}."
+            )
+        whole = {"dtype": self.config.dtype, "trust_remote_code": self.config.trust_remote_code, **settings}
+        return self._rollout_engine(EngineConfig(device=self.config.device, **whole), settings)
 
     def reference(self) -> TrainerBackend:
         """The policy as it was loaded: `compute_log_probs` of it, whatever has been trained since.
@@ -335,6 +365,10 @@ class TrainerBackend(abc.ABC):
     def _release(self) -> None:
         """Drop models, processes and files."""
 
+    def _rollout_engine(self, config: EngineConfig, settings: Mapping[str, Any]) -> InferenceEngine:
+        """`config` with all that is the trainer's; `settings` as they were given."""
+        raise self._unsupported(Capability.ROLLOUT_ENGINE)
+
     def _save_adapter(self, folder: Path) -> None:
         raise self._unsupported(Capability.LORA)
 
@@ -362,6 +396,15 @@ class TrainerBackend(abc.ABC):
         self._check_open()
         if not self.config.trainable:
             raise TrainerError("this trainer was made with trainable=False and has no optimizer; make it trainable.")
+
+    def check_exported(self, version: int) -> None:
+        """Raise `TrainerError` unless this version of the weights is what the trainer holds."""
+        self._check_open()
+        if self._changed or self._version != version:
+            raise TrainerError(
+                f"the weights of version {version} are gone: the trainer has gone on. Call export_weights() again, and pull "
+                "its buckets before the next optimizer step."
+            )
 
     def _check_open(self) -> None:
         self._check_alive()

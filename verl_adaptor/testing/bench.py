@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from verl_adaptor.backends.causal_lm import load_causal_lm, load_config, load_tokenizer
+from verl_adaptor.backends.causal_lm import load_causal_lm, load_config
 from verl_adaptor.batch import collate
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import EngineConfig, TrainerConfig
 from verl_adaptor.execution import WorkerPool
-from verl_adaptor.factory import create_inference_engine, resolve_trainer
+from verl_adaptor.factory import resolve_engine, resolve_trainer
 from verl_adaptor.protocols import InferenceEngine, LossOutput, TrainerBackend
 from verl_adaptor.samples import Trajectory
 from verl_adaptor.testing.models import PAD, make_tiny_model
 from verl_adaptor.testing.reference import ReferenceEngine, ReferenceTrainer
+from verl_adaptor.tokenizer import load_tokenizer
 
 FP32_LOG_PROB = 1e-4
 """Law I2: engine against oracle, nats."""
@@ -100,7 +101,7 @@ class Bench:
     def engine(self, backend: str | None = None, **settings: Any) -> InferenceEngine:
         """A fresh engine of the backend under test, or of another."""
         common = self._engine_settings if backend is None else {}
-        engine = create_inference_engine(self.path, backend=backend or self.spec.name, **{**common, **settings})
+        engine = resolve_engine(self.path, backend or self.spec.name, **{**common, **settings}).create(workers=WORKERS)
         self._open.append(engine)
         return engine
 

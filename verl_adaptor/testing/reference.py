@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from verl_adaptor.backends.causal_lm import load_causal_lm, load_tokenizer, named_tensors
+from verl_adaptor.backends.causal_lm import load_causal_lm, named_tensors
 from verl_adaptor.backends.export import bucketed, fused_groups
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE
 from verl_adaptor.backends.optimizer import schedule_factor
@@ -33,6 +33,7 @@ from verl_adaptor.protocols import (
     TrainerBackend,
 )
 from verl_adaptor.samples import Delta, TensorMeta, WeightUpdate
+from verl_adaptor.tokenizer import load_tokenizer
 
 SPEC = BackendSpec(
     name="reference",

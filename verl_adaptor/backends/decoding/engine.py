@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl_adaptor.backends.causal_lm import load_tokenizer, token_log_probs
+from verl_adaptor.backends.causal_lm import token_log_probs
 from verl_adaptor.backends.decoding.cache import new_cache
 from verl_adaptor.backends.decoding.network import Network, packed
 from verl_adaptor.backends.decoding.rows import Batch, Prefilled, Row
@@ -25,6 +25,7 @@ from verl_adaptor.config import Config, EngineConfig
 from verl_adaptor.errors import EngineError
 from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
 from verl_adaptor.samples import Delta, FinishReason
+from verl_adaptor.tokenizer import load_tokenizer
 
 _SCORE_LOGITS = 1 << 27
 """Most logits that `score` holds at once (512 MiB in float32), whatever max_prefill_tokens allows."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from verl_adaptor.backends.fsdp import rules
-from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, unsupported
 from verl_adaptor.hookspecs import hookimpl
-
-_NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
 
 
 @hookimpl
@@ -42,7 +40,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.OFFLOAD: FULL,
                 Capability.LORA: FULL,
                 Capability.REFERENCE: FULL,
-                Capability.ROLLOUT_ENGINE: _NOT_YET,
+                Capability.ROLLOUT_ENGINE: FULL,
                 Capability.DATA_PARALLEL: FULL,
                 Capability.TENSOR_PARALLEL: FULL,
                 Capability.SEQUENCE_PARALLEL: FULL,

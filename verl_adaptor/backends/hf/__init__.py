@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, only, unsupported
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, only, unsupported
 from verl_adaptor.hookspecs import hookimpl
 
 _WHOLE = unsupported("every rank holds the whole model")
-_NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
 
 
 @hookimpl
@@ -44,8 +43,8 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.OFFLOAD: FULL,
                 Capability.LORA: FULL,
                 Capability.REFERENCE: FULL,
-                Capability.ROLLOUT_ENGINE: _NOT_YET,
-                Capability.DATA_PARALLEL: only("training", "copies of an engine are engines of their own"),
+                Capability.ROLLOUT_ENGINE: FULL,
+                Capability.DATA_PARALLEL: only("training", "an engine's copies are its replicas"),
                 Capability.TENSOR_PARALLEL: _WHOLE,
                 Capability.PIPELINE_PARALLEL: _WHOLE,
                 Capability.SEQUENCE_PARALLEL: _WHOLE,

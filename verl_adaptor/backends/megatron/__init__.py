@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from verl_adaptor.backends.megatron.rules import RULES
-from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, only, unsupported
 from verl_adaptor.hookspecs import hookimpl
-
-_NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
 
 SPEC = BackendSpec(
     name="megatron",
     aliases=("megatron-core",),
     summary="Megatron-Core, all parallel strategies, Llama, Qwen and Mistral families",
+    engine="verl_adaptor.backends.megatron.engine:MegatronEngine",
     trainer="verl_adaptor.backends.megatron.trainer:MegatronTrainer",
     distribution="megatron-core",
     version_range=">=0.16,<0.17",
     install="pip install 'megatron-core>=0.16,<0.17'",
     trainer_options="verl_adaptor.backends.megatron.options:MegatronTrainerOptions",
     capabilities={
+        Capability.STREAM: FULL,
+        Capability.ABORT: FULL,
+        Capability.SCORE: FULL,
+        Capability.UPDATE_WEIGHTS: FULL,
+        Capability.IN_FLIGHT_KEEP: FULL,
+        Capability.PENALTIES: FULL,
+        Capability.SLEEP: unsupported("the shards of its ranks are their only copy; close the engine instead"),
         Capability.VALUE_HEAD: FULL,
         Capability.PACKING: FULL,
         Capability.TOKEN_BUDGET: FULL,
@@ -28,8 +34,8 @@ SPEC = BackendSpec(
         Capability.OFFLOAD: FULL,
         Capability.LORA: unsupported("peft wraps transformers' layers, not Megatron's"),
         Capability.REFERENCE: FULL,
-        Capability.ROLLOUT_ENGINE: _NOT_YET,
-        Capability.DATA_PARALLEL: FULL,
+        Capability.ROLLOUT_ENGINE: FULL,
+        Capability.DATA_PARALLEL: only("training", "an engine's copies are its replicas"),
         Capability.TENSOR_PARALLEL: FULL,
         Capability.PIPELINE_PARALLEL: FULL,
         Capability.SEQUENCE_PARALLEL: FULL,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -162,6 +163,19 @@ class Chunk(GPTModel):
         """Hidden states [length (of this rank), rows, hidden]."""
         self.rotary_pos_emb.positions = rows.position_ids
         return super().forward(rows.input_ids, rows.position_ids, rows.hidden)
+
+    def read(self, ids: Tensor, positions: Tensor, hidden: Tensor, context: BaseInferenceContext) -> Tensor:
+        """Hidden states [new, rows, hidden] of new tokens, whose keys and values go into the cache.
+
+        Args:
+            ids: [rows, new].
+            positions: [rows, columns so far]: cached keys are kept without them.
+            hidden: [rows, 1, new, columns so far], True where a token must not see another.
+            context: the cache.
+        """
+        self.rotary_pos_emb.positions = positions
+        states: Tensor = super().forward(ids, positions, hidden, inference_context=context, runtime_gather_output=True)
+        return states
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

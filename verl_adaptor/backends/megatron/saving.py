@@ -41,9 +41,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import GenerationConfig
 
 from verl_adaptor.backends import checkpoint
-from verl_adaptor.backends.causal_lm import load_config, load_tokenizer
+from verl_adaptor.backends.causal_lm import load_config
 from verl_adaptor.backends.heads import VALUE_HEAD_FILE
 from verl_adaptor.errors import CheckpointError
+from verl_adaptor.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from verl_adaptor.backends.megatron.trainer import MegatronTrainer

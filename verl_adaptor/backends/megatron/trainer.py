@@ -21,8 +21,9 @@ from verl_adaptor.backends.heads import VALUE_HEAD_FILE
 from verl_adaptor.backends.megatron import shim
 from verl_adaptor.backends.world import World, check_world_size, ensure_process_group, offload, rank_device
 from verl_adaptor.capabilities import BackendSpec
-from verl_adaptor.config import Config, TrainerConfig
+from verl_adaptor.config import Config, EngineConfig, TrainerConfig
 from verl_adaptor.errors import ConfigError, ModelError, TrainerError, UnsupportedCapability
+from verl_adaptor.protocols.engine import InferenceEngine
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
 from verl_adaptor.samples import WeightUpdate
 
@@ -186,7 +187,7 @@ class MegatronTrainer(TrainerBackend):
 
     def _export_weights(self) -> WeightUpdate:
         version = self._version
-        return self.weights.update(version, self._tied(), self._master, lambda: self._check_exported(version))
+        return self.weights.update(version, self._tied(), self._master, lambda: self.check_exported(version))
 
     def _tied(self) -> Mapping[str, str]:
         tied = self.model.tie_word_embeddings and self.config.head == "policy"
@@ -194,14 +195,6 @@ class MegatronTrainer(TrainerBackend):
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach().float() if self.optimizer is None else self.optimizer.master(parameter)
-
-    def _check_exported(self, version: int) -> None:
-        self._check_open()
-        if self._changed or self._version != version:
-            raise TrainerError(
-                f"the weights of version {version} are gone: the trainer has gone on. Call export_weights() again, and pull "
-                "its buckets before the next optimizer step."
-            )
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -256,6 +249,15 @@ class MegatronTrainer(TrainerBackend):
         frozen = self.config.parallel.replace(zero_stage=None)
         config = self.config.replace(trainable=False, activation_checkpointing=False, parallel=frozen)
         return type(self)(self.path, config, self.options, self.spec)
+
+    def _rollout_engine(self, config: EngineConfig, settings: Mapping[str, Any]) -> InferenceEngine:
+        from verl_adaptor.backends.megatron.engine import ShardEngine  # which stands on this module
+
+        if config.dtype != self.config.dtype:
+            raise ConfigError(
+                f"dtype={config.dtype!r}: the engine computes with the trainer's {self.config.dtype} shards."
+            )
+        return ShardEngine(self, config, self.spec)
 
     def _offload(self, tier: str) -> None:
         self._away = offload(self.world, self._state_tensors(), tier)

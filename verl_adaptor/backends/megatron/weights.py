@@ -18,7 +18,7 @@ from verl_adaptor.backends import export
 from verl_adaptor.backends.megatron import layout
 from verl_adaptor.backends.megatron.names import Parameter, pack, unpack, whole_model_name
 from verl_adaptor.backends.world import Axis
-from verl_adaptor.errors import ModelError
+from verl_adaptor.errors import ModelError, WeightUpdateError
 from verl_adaptor.samples import TensorMeta, WeightUpdate
 
 
@@ -76,13 +76,17 @@ class Source:
     def cut(self, name: str, dim: int | None, axis: Axis) -> Tensor:
         """This rank's share along `dim`, float32; ranks beyond the end of a vocabulary get zeros."""
         whole = self._slices(name)
-        if dim is None:
-            return whole[:].float()
-        size = whole.get_shape()[dim]
-        each = -(-size // axis.size)
-        start, stop = min(axis.rank * each, size), min((axis.rank + 1) * each, size)
-        part = (whole[start:stop] if dim == 0 else whole[:, start:stop]).float()
-        return part if stop - start == each else _filled(part, each)
+        return cut(whole, whole.get_shape(), dim, axis)
+
+
+def cut(whole: Any, shape: Sequence[int], dim: int | None, axis: Axis) -> Tensor:
+    """This rank's share along `dim` of a tensor, or of a file's slice, of that shape, float32."""
+    if dim is None:
+        return whole[:].float()
+    each = -(-shape[dim] // axis.size)
+    start, stop = min(axis.rank * each, shape[dim]), min((axis.rank + 1) * each, shape[dim])
+    part = (whole[start:stop] if dim == 0 else whole[:, start:stop]).float()
+    return part if stop - start == each else _filled(part, each)
 
 
 def _filled(part: Tensor, rows: int) -> Tensor:
@@ -146,6 +150,32 @@ class Weights:
                 continue
             parts = [source.cut(part, what.axis, self._axis(what)) for part in what.names]
             yield own, pack(parts, what.packing, self._head_dim)
+
+    def cut(self, bucket: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter of this rank that these whole tensors fill, with its float32 value.
+
+        Raises:
+            WeightUpdateError: a tensor came without another that Megatron keeps in the same parameter.
+        """
+        for name in dict.fromkeys(own for part in bucket for own in self._filled_by.get(part, ())):
+            what = self.parameters[name]
+            missing = [part for part in what.names if part not in bucket]
+            if missing:
+                raise WeightUpdateError(
+                    f"{missing[0]} did not arrive with the rest of what Megatron keeps in one matrix ({', '.join(what.names)}); "
+                    "such groups travel in one bucket: see WeightUpdate.fused_groups."
+                )
+            parts = [cut(bucket[part], bucket[part].shape, what.axis, self._axis(what)) for part in what.names]
+            yield self.own[name], pack(parts, what.packing, self._head_dim)
+
+    @cached_property
+    def _filled_by(self) -> dict[str, list[str]]:
+        """Hugging Face name -> this rank's parameters that hold it; a tied embedding may be in two."""
+        found: dict[str, list[str]] = {}
+        for name in self.own:
+            for part in self.parameters[name].names:
+                found.setdefault(part, []).append(name)
+        return found
 
     @staticmethod
     def _axis(what: Parameter) -> Axis:

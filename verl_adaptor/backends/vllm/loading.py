@@ -29,6 +29,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from verl_adaptor.memory import reusing
+
 Bucket = Mapping[str, Tensor]
 
 
@@ -62,6 +64,8 @@ class Repacking:
         }
         self._heads = _heads(model)
         self._touched: dict[Any, None] = {}
+        self._lent: set[int] = set()
+        """Ids of parameters whose plain matrix is the bucket's own tensor."""
         self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     @staticmethod
@@ -77,21 +81,36 @@ class Repacking:
 
     def load(self, bucket: Bucket) -> None:
         """By the model's own names and weight loaders; then the layers touched are packed."""
+        with reusing():
+            self._load(bucket)
+
+    def _load(self, bucket: Bucket) -> None:
         self._model.load_weights(bucket.items())
         touched, self._touched = self._touched, {}
         for layer in touched:
-            plain = [getattr(layer, name).data for name in self._packed[layer]]
-            if isinstance(layer, RoutedExperts):
-                layer.quant_method.moe_kernel = None  # else vLLM takes the packed experts for plain ones
-            layer.quant_method.process_weights_after_loading(layer)
-            if isinstance(layer, LinearBase):  # experts may be kept as they are
-                for matrix in plain:
-                    self._spare.setdefault((matrix.shape, matrix.dtype), []).append(matrix)
+            self._pack(layer)
+        self._lent.clear()
+
+    def _pack(self, layer: Any) -> None:
+        plain = {name: getattr(layer, name) for name in self._packed[layer]}
+        if isinstance(layer, RoutedExperts):
+            layer.quant_method.moe_kernel = None  # else vLLM takes the packed experts for plain ones
+        _let_go(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+        for name, weight in plain.items():
+            kept = getattr(layer, name).data_ptr() == weight.data_ptr()  # vLLM multiplies with the plain one
+            if id(weight) in self._lent:
+                if kept:
+                    weight.data = weight.data.clone()
+            elif not kept and isinstance(layer, LinearBase):  # packed experts may be views
+                self._spare.setdefault((weight.shape, weight.dtype), []).append(weight.data)
 
     def finish(self) -> None:
         """The heads, whose plain matrix stays (it may be the embedding's), are packed from it again."""
-        for layer in self._heads:
-            layer.quant_method.process_weights_after_loading(layer)
+        with reusing():
+            for layer in self._heads:
+                _let_go(layer)
+                layer.quant_method.process_weights_after_loading(layer)
         self._spare.clear()
 
     def _stand_in(self, layer: Any) -> None:
@@ -105,12 +124,18 @@ class Repacking:
             setattr(layer, name, weight)
 
     def _loader(self, layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
-        def fill(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        def fill(param: nn.Parameter, loaded: Tensor, *rest: Any, **kwargs: Any) -> Any:
             self._touched[layer] = None
             if not param.data.is_contiguous():  # a stand-in
+                if (
+                    not rest and not kwargs and _is_same(param, loaded)
+                ):  # the whole matrix as it is: nothing to cut or fuse
+                    param.data = loaded
+                    self._lent.add(id(param))
+                    return None
                 spare = self._spare.get((param.shape, param.dtype))
                 param.data = spare.pop() if spare else torch.zeros(param.shape, dtype=param.dtype)  # zeros: padding
-            return load(param, *args, **kwargs)
+            return load(param, loaded, *rest, **kwargs)
 
         return fill
 
@@ -133,6 +158,16 @@ def _is_known(layer: nn.Module) -> bool:
     if isinstance(layer, VocabParallelEmbedding):
         return isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
     return _is_packed(layer) or getattr(layer, "quant_method", None) is None
+
+
+def _is_same(param: Tensor, loaded: Tensor) -> bool:
+    return param.shape == loaded.shape and param.dtype == loaded.dtype and loaded.is_contiguous()
+
+
+def _let_go(layer: Any) -> None:
+    """Free a layer's packed matrix before the next is made: that gets the same memory, whose pages need no zeroing."""
+    if hasattr(layer, "cpu_linear"):
+        layer.cpu_linear = None
 
 
 def _plain(layer: nn.Module) -> dict[str, Tensor]:

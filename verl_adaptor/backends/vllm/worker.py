@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from verl_adaptor.backends.vllm.loading import loader_for
 from verl_adaptor.backends.vllm.sampler import PolicySampler
 from verl_adaptor.weights import Layout, attach, digests, read
+
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class WorkerExtension:
@@ -21,17 +26,26 @@ class WorkerExtension:
 
     model_runner: Any
     device: Any
+    adaptor_folder: str | None = None
 
     def adaptor_install(self, vocabulary: int, seed: int) -> None:
         """Sample as this project means it, and be ready for new weights."""
         runner = self.model_runner
         self.adaptor_sampler = runner.sampler = PolicySampler(runner, vocabulary, seed)
         self.adaptor_loader = loader_for(runner.model, runner.model_config, self.device)
+        for segment in _SHARED_MEMORY.glob(f"{os.environ.get('VLLM_DIST_IDENT')}-*-cpushm_*"):
+            segment.unlink(
+                missing_ok=True
+            )  # all tensor-parallel ranks have it open by now, and a killed one removes nothing
 
     def adaptor_end_with(self, driver: int) -> None:
         """End this worker and the engine core that it belongs to when that process ends, in whatever way."""
-        if driver != os.getpid():
-            threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
+        if driver == os.getpid():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            waits_for = os.pidfd_open(driver)
+            core = None if os.getppid() == driver else os.pidfd_open(os.getppid())
+            threading.Thread(target=self._adaptor_end_with, args=(waits_for, core), daemon=True).start()
 
     def adaptor_score_at(self, temperature: float) -> None:
         """From now on log-probs of prompts are at this temperature."""
@@ -49,13 +63,23 @@ class WorkerExtension:
         """Buckets come through this shared memory from now on."""
         self.adaptor_memory = attach(path, size)
 
-    def adaptor_detach(self) -> None:
-        """No more of them: let the memory go."""
-        del self.adaptor_memory
+    def adaptor_sees(self, path: str) -> bool:
+        """Whether this worker has the file or folder too."""
+        return Path(path).exists()
+
+    def adaptor_clears(self, folder: str) -> None:
+        """Remove this folder with the driver, should that die without doing so."""
+        self.adaptor_folder = folder
 
     def adaptor_load_shared(self, layout: Layout, digest: bool) -> dict[str, int]:
         """Load what lies there; the digests of what was read, if asked for."""
-        bucket = read(self.adaptor_memory, layout)
+        return self._adaptor_load(read(self.adaptor_memory, layout), digest)
+
+    def adaptor_load_file(self, path: str, digest: bool) -> dict[str, int]:
+        """Load a safetensors file; likewise."""
+        return self._adaptor_load(load_file(path), digest)
+
+    def _adaptor_load(self, bucket: dict[str, Tensor], digest: bool) -> dict[str, int]:
         found = digests(bucket) if digest else {}
         self.adaptor_loader.load(bucket)
         return found
@@ -64,12 +88,12 @@ class WorkerExtension:
         """All were loaded."""
         self.adaptor_loader.finish()
 
-
-def _end_with(driver: int) -> None:
-    """Wait for the process to end; then nobody is left to end these."""
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(driver)], [], [])
-    core = os.getppid()
-    if core != driver:
-        os.kill(core, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    def _adaptor_end_with(self, driver: int, core: int | None) -> None:
+        """Wait for the driver to end; then nobody is left to end these. Both are pidfds: another worker may end the core."""
+        select.select([driver], [], [])
+        if self.adaptor_folder is not None:
+            shutil.rmtree(self.adaptor_folder, ignore_errors=True)
+        if core is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(core, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from verl_adaptor.backends.zero import rules
-from verl_adaptor.capabilities import FULL, BackendSpec, Capability, not_implemented, unsupported
+from verl_adaptor.capabilities import FULL, BackendSpec, Capability, unsupported
 from verl_adaptor.hookspecs import hookimpl
-
-_NOT_YET = not_implemented("docs/architecture.md#not-there-yet")
 
 
 @hookimpl
@@ -43,7 +41,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.LORA: FULL,
                 Capability.OFFLOAD: FULL,
                 Capability.REFERENCE: FULL,
-                Capability.ROLLOUT_ENGINE: _NOT_YET,
+                Capability.ROLLOUT_ENGINE: FULL,
                 Capability.TENSOR_PARALLEL: unsupported("ZeRO shards over data-parallel ranks; layers run whole"),
                 Capability.PIPELINE_PARALLEL: unsupported(
                     "DeepSpeed pipelines a list of layers, not a transformers model"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_adaptor.errors import TrainerError
+from verl_adaptor.execution.hosted_engine import HostedEngine
 from verl_adaptor.protocols import TrainerBackend
 from verl_adaptor.samples import WeightUpdate
 from verl_adaptor.weights import Layout, attach, digests, write
@@ -45,9 +46,7 @@ class HostedTrainer:
 
     def export_digests(self) -> dict[str, int]:
         """Of the tensors of the last export."""
-        if self._update is None:
-            raise TrainerError("nothing was exported yet; call export_weights() first.")
-        return {name: digest for bucket in self._update.buckets() for name, digest in digests(bucket).items()}
+        return {name: digest for bucket in self._exported().buckets() for name, digest in digests(bucket).items()}
 
     def open_export(self, version: int, pull: int, memory: tuple[str, int] | None) -> None:
         """Begin to hand out the buckets of a version, under the number `pull`. Raises `TrainerError` for a stale one.
@@ -85,6 +84,15 @@ class HostedTrainer:
         """Load, and tell the policy version."""
         self._trainer.load_checkpoint(folder)
         return self._trainer.policy_version
+
+    def rollout_engine(self, **settings: Any) -> HostedEngine:
+        """An engine on this trainer's weights, hosted likewise."""
+        return HostedEngine(self._trainer.rollout_engine(**settings), self._exported)
+
+    def _exported(self) -> WeightUpdate:
+        if self._update is None:
+            raise TrainerError("nothing was exported yet; call export_weights() first.")
+        return self._update
 
     def reference(self) -> HostedTrainer:
         """The reference policy on this trainer's weights, hosted likewise."""
