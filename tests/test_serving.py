@@ -144,8 +144,8 @@ def test_the_gate_holds_requests_while_the_engine_changes() -> None:
     async def scenario() -> None:
         model = SimpleNamespace(eos_token_ids=(2,), max_model_len=64)
         engine = SimpleNamespace(model=model, policy_version=0, tokenizer="some")
-        stub: Any = Stub()
-        client = Client(stub, engine, lambda: False, lambda: None)  # type: ignore[arg-type]
+        core: Any = SimpleNamespace(llm=Stub(), loop=asyncio.get_running_loop())
+        client = Client([core], engine, lambda: False, lambda: None)  # type: ignore[arg-type]
         assert client.model_config.max_model_len == 64
 
         async def request(name: str) -> list[Any]:
@@ -271,7 +271,7 @@ def test_the_command_serves_token_ids_without_a_tokenizer_and_ends_by_a_signal(
     bare = tmp_path / "bare"
     shutil.copytree(bench.path, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*", "chat_template*"))
     segments = set(Path("/dev/shm").iterdir())
-    command = [sys.executable, "-m", "verl_adaptor.cli", "serve", str(bare), "max_batch_size=8", "--port", "0"]
+    command = [sys.executable, "-m", "verl_adaptor.cli", "serve", str(bare), "replicas=2", "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from vllm import SamplingParams as VLLMParams
 from vllm.outputs import RequestOutput
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from verl_adaptor.backends.vllm.core import CoreBeside
 from verl_adaptor.errors import EngineError, EnginePaused, InvalidRequest
 from verl_adaptor.protocols import InferenceEngine, InFlight
 
@@ -38,25 +38,31 @@ def no_tokenizer(what: str = "text") -> NoReturn:
 class Client:
     """The engine's `AsyncLLM`, behind a gate that is shut while the engine changes.
 
-    All else that the server asks of it is vLLM's own. Everything runs in the loop of the engine's outputs.
+    All else that the server asks of it is vLLM's own. Everything runs in the loop of the first core's outputs.
 
     Args:
-        llm: what the engine runs on.
+        cores: what the engine runs on; a request goes to the one that runs the fewest from here.
         engine: whose version, EOS tokens and state count.
         held: whether the engine is paused.
         check: raises what keeps the engine from serving.
     """
 
     def __init__(
-        self, llm: AsyncLLM, engine: InferenceEngine, held: Callable[[], bool], check: Callable[[], None]
+        self,
+        cores: Sequence[CoreBeside],
+        engine: InferenceEngine,
+        held: Callable[[], bool],
+        check: Callable[[], None],
     ) -> None:
-        self._llm = llm
+        self._cores = cores
+        self._llm = llm = cores[0].llm
         self._engine = engine
         self._held = held
         self._check = check
         self._shut = False
         self._failed = False
-        self._running: set[str] = set()
+        self._running: dict[str, int] = {}
+        """Which core has each request."""
         if engine.tokenizer is None:
             llm.renderer.get_tokenizer = no_tokenizer  # vLLM's sentence names a setting that is not the client's
         self.model_config = copy.copy(llm.model_config)
@@ -71,18 +77,20 @@ class Client:
         """As vLLM's, once the gate is open; `EngineError` where a weight update fails meanwhile."""
         params = self._params(sampling_params)
         await self._enter()
-        self._running.add(request_id)
+        loads = list(self._running.values())
+        number = self._running[request_id] = min(range(len(self._cores)), key=loads.count)
         used = versions_used.get()
         if used is not None:
             used.append(self._engine.policy_version)
         try:
-            async with contextlib.aclosing(self._llm.generate(prompt, params, request_id, **more)) as outputs:
+            outputs = _outputs(self._cores[number], prompt, params, request_id, **more)
+            async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     if self._failed:
                         raise EngineError("a weight update failed half-way; close this engine and create a new one.")
                     yield output
         finally:
-            self._running.discard(request_id)
+            self._running.pop(request_id, None)
 
     def _params(self, params: VLLMParams) -> VLLMParams:
         if params.prompt_logprobs is not None:
@@ -113,7 +121,13 @@ class Client:
             self._check()
         except EngineError as error:
             raise EngineDeadError(str(error)) from error
-        await self._llm.check_health()
+        for core in self._cores:
+            await core.llm.check_health()
+
+    @property
+    def errored(self) -> bool:
+        """Whether a process of the engine has died."""
+        return any(core.llm.errored for core in self._cores)
 
     # -- what the engine does before it changes ------------------------------------------------------------------
 
@@ -123,7 +137,7 @@ class Client:
         if in_flight == "keep":
             return
         if in_flight == "abort":
-            await self._llm.abort(list(self._running))
+            await self._abort()
         try:
             async with asyncio.timeout(SETTLE_S):
                 while self._running:
@@ -137,8 +151,45 @@ class Client:
     async def fail(self) -> None:
         """End all running requests with an error: new weights have failed half-way."""
         self._failed = True
-        await self._llm.abort(list(self._running))
+        await self._abort()
+
+    async def _abort(self) -> None:
+        for number, core in enumerate(self._cores):
+            names = [name for name, its in self._running.items() if its == number]
+            if names:
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(core.llm.abort(names), core.loop))
 
     def open(self) -> None:
         """Let requests in again."""
         self._shut = False
+
+
+async def _outputs(
+    core: CoreBeside, prompt: Any, params: VLLMParams, request_id: str, **more: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """vLLM's outputs of a request, from the loop of its core to the one that this runs in."""
+    here = asyncio.get_running_loop()
+    if here is core.loop:
+        async with contextlib.aclosing(core.llm.generate(prompt, params, request_id, **more)) as outputs:
+            async for output in outputs:
+                yield output
+        return
+    arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+
+    async def follow() -> None:
+        end = None
+        try:
+            async for output in core.llm.generate(prompt, params, request_id, **more):
+                here.call_soon_threadsafe(arrived.put_nowait, output)
+        except Exception as error:
+            end = error
+        here.call_soon_threadsafe(arrived.put_nowait, end)
+
+    following = asyncio.run_coroutine_threadsafe(follow(), core.loop)
+    try:
+        while (found := await arrived.get()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+    finally:
+        following.cancel()

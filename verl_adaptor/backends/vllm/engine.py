@@ -30,6 +30,7 @@ from verl_adaptor.tokenizer import load_tokenizer
 
 with vllm_environment():
     from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
+    from verl_adaptor.backends.vllm.replicas import CoreReplicas
 
 if TYPE_CHECKING:
     from verl_adaptor.backends.vllm.server import Server
@@ -84,7 +85,12 @@ class VLLMEngine(InferenceEngine):
 
     def _start(self, own: VLLMOptions, model_config: PreTrainedConfig) -> Core:
         config, model = self.config, self.model
-        beside = config.mode == "async"
+        beside = config.mode == "async" or config.replicas > 1
+        if config.replicas > 1 and self._device.type != "cpu":
+            raise ConfigError(
+                f"replicas={config.replicas} on {self._device.type}: all would take the same GPUs; use tensor_parallel_size, or "
+                "an engine for each GPU in a process of its own that sees that one alone (CUDA_VISIBLE_DEVICES)."
+            )
         if own.weight_transport != "auto" and not beside and config.parallel.world_size == 1:
             raise ConfigError(
                 f"weight_transport={own.weight_transport!r}: vLLM is in this process and is handed the tensors themselves; leave "
@@ -128,13 +134,18 @@ class VLLMEngine(InferenceEngine):
             )
         with vllm_environment(beside=beside), nullcontext() if beside else without_noise():
             try:
-                core: Core = (CoreBeside if beside else CoreHere)({**arguments, **own.engine_args})
+                core: Core = self._core_of({**arguments, **own.engine_args}, beside=beside)
             except (ValueError, TypeError, RuntimeError, OSError) as error:
                 raise self._explained(error) from error
         sampled = sampled_ids(model.vocab_size, model.eos_token_ids, self.tokenizer)
         core.call("adaptor_install", sampled, config.seed)
         core.call("adaptor_end_with", os.getpid())
         return core
+
+    def _core_of(self, arguments: Mapping[str, Any], *, beside: bool) -> Core:
+        if self.config.replicas > 1:
+            return CoreReplicas(arguments, self.config.replicas)
+        return CoreBeside(arguments) if beside else CoreHere(arguments)
 
     def _explained(self, error: Exception) -> Exception:
         """vLLM's reason not to start, with the cure."""
@@ -230,7 +241,7 @@ class VLLMEngine(InferenceEngine):
         except BaseException:
             self._route.end()
             if self._server is not None:
-                self._core_beside().run(self._server.client.fail())
+                self._cores_beside()[0].run(self._server.client.fail())
             raise
         finally:
             self._compares = None
@@ -258,7 +269,7 @@ class VLLMEngine(InferenceEngine):
             UnsupportedCapability: mode is not ``async``.
             ConfigError: the port cannot be had.
         """
-        core = self._core_beside()
+        cores = self._cores_beside()
         with self._lock:
             self._check_serving()
             if self._server is not None:
@@ -267,23 +278,25 @@ class VLLMEngine(InferenceEngine):
                 from verl_adaptor.backends.vllm.client import Client
                 from verl_adaptor.backends.vllm.server import Server
 
-                client = Client(core.llm, self, lambda: self._dispatch.held, self._check_serving)
-                server = self._server = Server(self, client, core.loop, host, port)
+                client = Client(cores, self, lambda: self._dispatch.held, self._check_serving)
+                server = self._server = Server(self, client, cores[0].loop, host, port)
         try:
             yield server
         finally:
             server.end()
             self._server = None
 
-    def _core_beside(self) -> CoreBeside:
+    def _cores_beside(self) -> list[CoreBeside]:
+        if isinstance(self._core, CoreReplicas):
+            return self._core.cores
         if not isinstance(self._core, CoreBeside):
             raise self._unsupported(Capability.SERVE)
-        return self._core
+        return [self._core]
 
     def _settle(self, in_flight: InFlight) -> None:
         super()._settle(in_flight)
         if self._server is not None:
-            self._core_beside().run(self._server.client.settle(in_flight), _SETTLE_S)
+            self._cores_beside()[0].run(self._server.client.settle(in_flight), _SETTLE_S)
 
     def update_weights(self, update: WeightUpdate, *, in_flight: InFlight = "wait") -> None:
         """As every engine's; HTTP requests are settled as the engine's own are."""
