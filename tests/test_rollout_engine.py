@@ -158,8 +158,6 @@ def test_what_cannot_be_is_refused(bench: Bench) -> None:
         create_inference_engine(bench.path, "hf", replicas=2, executor="inline")
     with pytest.raises(ConfigError, match="starts processes of its own"):
         create_inference_engine(bench.path, "vllm", executor="ray")
-    with pytest.raises(ConfigError, match="replicas=2"):
-        create_inference_engine(bench.path, "vllm", replicas=2)
 
 
 class RolloutBench(Bench):

@@ -15,8 +15,11 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +187,82 @@ def test_an_engine_whose_process_dies_says_so(bench: Bench) -> None:
 
         with pytest.raises(EngineError):
             asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_replicas_are_one_engine(bench: Bench) -> None:
+    """The same tokens as one, new weights on both, over HTTP too; one that dies is said."""
+    before = vllm_processes()
+    params = SamplingParams(max_tokens=8, temperature=0.9, seed=7, n=3)
+    prompts = bench.prompts(6)
+    expected = [c.token_ids for c in bench.engine("hf").generate(prompts, params)]
+    with bench.engine(replicas=2) as engine, bench.reference_trainer(learning_rate=0.05) as trainer:
+        cores = engine._core.cores  # type: ignore[attr-defined]
+        assert len(cores) == 2 and len(vllm_processes() - before) == 4, "a core and a worker each"
+        assert [c.token_ids for c in engine.generate(prompts, params)] == expected
+        trainer.update(bench.batch(), policy_gradient)
+        engine.update_weights(trainer.export_weights(digests=True))
+        probe = [[*bench.prompts(1, longest=12)[0], 5 + number] for number in range(8)]
+        with bench.engine("hf") as theirs:
+            theirs.update_weights(trainer.export_weights())
+            scores, wanted = engine.score(probe), theirs.score(probe)
+            for ours, right in zip(scores, wanted, strict=True):
+                assert ours == pytest.approx(right, abs=1e-4)
+            greedy = theirs.generate([prompts[0]], SamplingParams(max_tokens=8, temperature=0))[0].token_ids
+        with engine.serving() as served, ThreadPoolExecutor(4) as threads:
+            body = json.dumps({"prompt": prompts[0], "max_tokens": 8, "temperature": 0, "return_token_ids": True})
+
+            def ask(_: int) -> Any:
+                request = urllib.request.Request(
+                    f"{served.url}/v1/completions", body.encode(), {"content-type": "application/json"}
+                )
+                return json.loads(urllib.request.urlopen(request, timeout=60).read())["choices"][0]["token_ids"]
+
+            assert list(threads.map(ask, range(4))) == [list(greedy)] * 4
+
+        async def one_dies() -> None:
+            long = SamplingParams(max_tokens=480, ignore_eos=True)
+            calls = [asyncio.ensure_future(engine.agenerate(prompt, long)) for prompt in prompts]
+            while len(engine.running) < len(prompts):
+                await asyncio.sleep(0.01)
+            os.kill(max(vllm_processes() - before), signal.SIGKILL)
+            await asyncio.wait_for(asyncio.gather(*calls), 60)
+
+        with pytest.raises(EngineError):
+            asyncio.run(one_dies())
+        with pytest.raises(EngineError, match=r"replica \d of 2 has died"):
+            engine.generate(prompts, params)
+    assert not vllm_processes() - before
+
+
+def test_samples_of_a_prompt_share_a_replica_until_it_is_too_full() -> None:
+    from verl_adaptor.backends.vllm.replicas import APART, CoreReplicas
+
+    class Stub:
+        llm = SimpleNamespace(errored=False)
+
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def add(self, name: str, *_: Any) -> None:
+            self.names.append(name)
+
+        def abort(self, names: list[str]) -> None:
+            self.names = [name for name in self.names if name not in names]
+
+    one, two = stubs = [Stub(), Stub()]
+    core: Any = object.__new__(CoreReplicas)
+    core.cores, core._running, core._homes, core._waiting, core._loads = stubs, {}, {}, {}, [0, 0]
+    for number in range(4):
+        core.add(f"a/{number}", [1, 2], None)
+    core.add("b/0", [3, 4], None)
+    assert (len(one.names), two.names) == (4, ["b/0"])
+    core.abort([*one.names, "unknown"])
+    for number in range(2 * APART):
+        core.add(f"c/{number}", [5, 6], None)
+    assert abs(len(one.names) - len(two.names)) <= APART
+    core.abort([*one.names, *two.names])
+    assert not core._running and not core._homes and not core._waiting and core._loads == [0, 0]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------

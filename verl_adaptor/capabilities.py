@@ -24,6 +24,7 @@ class Capability(enum.StrEnum):
     UPDATE_WEIGHTS = "update_weights"  # new weights without a restart
     IN_FLIGHT_KEEP = "in_flight_keep"  # go on with running requests after a weight update
     SLEEP = "sleep"  # give memory back and take it again
+    SERVE = "serve"  # an OpenAI-compatible HTTP server on the engine
     PENALTIES = "penalties"  # penalties, logit bias, min_tokens (evaluation only)
     # training
     VALUE_HEAD = "value_head"  # train a critic

@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``backends``, ``doctor``, ``fetch``.
+"""The command line: ``train``, ``serve``, ``backends``, ``doctor``, ``fetch``.
 
 Exit codes that scripts may rely on: 0 done, 2 refused before any work, 3 failed while running (resumable), 130
 interrupted (resumable). An error of ours is printed as its sentence; ``VERL_ADAPTOR_TRACEBACK=1`` shows the traceback too.
@@ -103,6 +103,22 @@ def _train(
     from verl_adaptor.cli.train import train as run
 
     run(recipe, overrides or [], output=output, resume=resume)
+
+
+@app.command("serve")
+def _serve(
+    path: Annotated[str, typer.Argument(help="A Hugging Face model folder, or a hub id.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the engine: backend=vllm max_model_len=4096"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
+) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API that takes new weights while it runs."""
+    from verl_adaptor.cli.serve import serve as run
+
+    run(path, settings or [], host=host, port=port)
 
 
 @app.command("backends")

@@ -4,18 +4,20 @@ Their base classes own what must be the same everywhere (validation, versions, r
 stream trio, the checks around an update); a backend writes the few primitives beneath.
 """
 
-from verl_adaptor.protocols.engine import InferenceEngine
+from verl_adaptor.protocols.engine import InferenceEngine, InFlight, Served
 from verl_adaptor.protocols.requests import EngineModel, PromptLike, SampleRequest
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, LossOutput, TrainerBackend
 
 __all__ = [
     "Denominators",
     "EngineModel",
+    "InFlight",
     "InferenceEngine",
     "LogProbs",
     "Loss",
     "LossOutput",
     "PromptLike",
     "SampleRequest",
+    "Served",
     "TrainerBackend",
 ]

@@ -10,7 +10,8 @@ import itertools
 import operator
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Self
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Support
 from verl_adaptor.config import Config, EngineConfig
@@ -32,6 +33,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 InFlight = Literal["wait", "abort", "keep"]
+
+
+class Served(Protocol):
+    """An engine's HTTP server while it runs."""
+
+    url: str
+    """``http://host:port``."""
+
+    def check(self) -> None:
+        """Raise `EngineError` if it serves no more."""
+        ...
 
 
 class InferenceEngine(abc.ABC):
@@ -209,6 +221,12 @@ class InferenceEngine(abc.ABC):
             self._version = update.version
             self._go_on()
             self._dispatch.flush()
+
+    # -- serving over HTTP ---------------------------------------------------------------------------------------
+
+    def serving(self, host: str = "127.0.0.1", port: int = 0) -> AbstractContextManager[Served]:
+        """Within this context the engine is served by an OpenAI-compatible HTTP server too; port 0 takes a free one."""
+        raise self._unsupported(Capability.SERVE)
 
     # -- pause, sleep, close -------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.UPDATE_WEIGHTS: FULL,
                 Capability.IN_FLIGHT_KEEP: FULL,
                 Capability.PENALTIES: FULL,
+                Capability.SERVE: only("async", "in this process it advances only while somebody waits for it"),
                 Capability.SLEEP: only("cuda", "on a CPU vLLM says that it sleeps and frees nothing"),
                 Capability.TENSOR_PARALLEL: FULL,
                 Capability.PIPELINE_PARALLEL: only("cuda", "on a CPU its second stage dies at the first request"),

@@ -6,12 +6,14 @@ import abc
 import asyncio
 import gc
 import queue
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from multiprocessing import resource_tracker
+from typing import Any, TypeVar, cast
 
 from typing_extensions import override
 from vllm import AsyncEngineArgs, EngineArgs
@@ -155,12 +157,19 @@ class CoreHere(Core):
 
 
 class CoreBeside(Core):
-    """In a process of its own, advancing by itself; its outputs are collected by a thread here."""
+    """In a process of its own, advancing by itself; its outputs are collected by a thread here.
+
+    Args:
+        arguments: of vLLM's `EngineArgs`.
+        arrived: where they are put, for whoever takes those of several; None: a queue of its own.
+    """
 
     workers_are_here = False
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._arrived: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
+    def __init__(
+        self, arguments: Mapping[str, Any], arrived: queue.SimpleQueue[RequestOutput | Exception] | None = None
+    ) -> None:
+        self._arrived = queue.SimpleQueue() if arrived is None else arrived
         self._following: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-outputs", daemon=True)
@@ -174,6 +183,9 @@ class CoreBeside(Core):
         self._end = weakref.finalize(self, _end, self.llm, self._following, self._loop, self._thread)
 
     async def _start(self, arguments: Mapping[str, Any]) -> AsyncLLM:
+        # its processes inherit that: a terminal's Ctrl-C reaches them too, and it is for this process to end them
+        resource_tracker.ensure_running()  # which would unblock it again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, worker_extension_cls=EXTENSION))
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
@@ -189,6 +201,15 @@ class CoreBeside(Core):
             raise EngineError(
                 f"vLLM's engine process did not answer within {timeout_s:.0f} s; close this engine."
             ) from None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where `llm` lives."""
+        return self._loop
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
+        """A coroutine in that loop, from another thread."""
+        return self._wait(coroutine, timeout_s)
 
     @override
     def add(self, name: str, token_ids: Sequence[int], params: VLLMParams) -> None:
@@ -212,16 +233,18 @@ class CoreBeside(Core):
             arrived = [self._arrived.get(timeout=STEP_S)]
         except queue.Empty:
             raise EngineError(f"vLLM's engine process gave no token for {STEP_S:.0f} s; close this engine.") from None
-        return self._checked(arrived + self._rest())
+        return self.checked(arrived + self._rest())
 
     def _rest(self) -> list[RequestOutput | Exception]:
         return [self._arrived.get_nowait() for _ in range(self._arrived.qsize())]
 
-    def _checked(self, arrived: list[RequestOutput | Exception]) -> list[RequestOutput]:
+    @staticmethod
+    def checked(arrived: list[RequestOutput | Exception]) -> list[RequestOutput]:
+        """Outputs only; raises the first error among them."""
         for found in arrived:
             if isinstance(found, Exception):
                 raise found
-        return arrived
+        return cast(list[RequestOutput], arrived)
 
     @override
     def abort(self, names: list[str]) -> None:
@@ -237,8 +260,12 @@ class CoreBeside(Core):
 
     @override
     def halt(self) -> list[RequestOutput]:
+        self.stop()
+        return self.checked(self._rest())
+
+    def stop(self) -> None:
+        """Stop between two tokens; all that has come is among what has arrived."""
         self._wait(self._halt())
-        return self._checked(self._rest())
 
     async def _halt(self) -> None:
         """vLLM answers after all outputs from before; then they still go through tasks of this loop."""

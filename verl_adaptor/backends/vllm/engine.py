@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,20 @@ from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, EngineConfig
 from verl_adaptor.errors import ConfigError, EngineError, ModelError, WeightUpdateError
-from verl_adaptor.protocols import EngineModel, InferenceEngine, SampleRequest
+from verl_adaptor.protocols import EngineModel, InferenceEngine, InFlight, SampleRequest, Served
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
 from verl_adaptor.tokenizer import load_tokenizer
 
 with vllm_environment():
     from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
+    from verl_adaptor.backends.vllm.replicas import CoreReplicas
+
+if TYPE_CHECKING:
+    from verl_adaptor.backends.vllm.server import Server
 
 _JOIN_TIMEOUT_S = 600.0
+_SETTLE_S = 620.0
+"""A little more than HTTP requests may take to settle."""
 _SCORE = "score"
 
 
@@ -66,6 +72,7 @@ class VLLMEngine(InferenceEngine):
         self._sleeping: set[str] = set()
         self._core = self._start(own, model_config)
         self._route = Route(self._core, own.weight_transport, own.weight_folder)
+        self._server: Server | None = None
         self._compares: Callable[[Mapping[str, int]], None] | None = None
         """Is told the digests of what the workers have read."""
         try:
@@ -78,7 +85,12 @@ class VLLMEngine(InferenceEngine):
 
     def _start(self, own: VLLMOptions, model_config: PreTrainedConfig) -> Core:
         config, model = self.config, self.model
-        beside = config.mode == "async"
+        beside = config.mode == "async" or config.replicas > 1
+        if config.replicas > 1 and self._device.type != "cpu":
+            raise ConfigError(
+                f"replicas={config.replicas} on {self._device.type}: all would take the same GPUs; use tensor_parallel_size, or "
+                "an engine for each GPU in a process of its own that sees that one alone (CUDA_VISIBLE_DEVICES)."
+            )
         if own.weight_transport != "auto" and not beside and config.parallel.world_size == 1:
             raise ConfigError(
                 f"weight_transport={own.weight_transport!r}: vLLM is in this process and is handed the tensors themselves; leave "
@@ -94,7 +106,7 @@ class VLLMEngine(InferenceEngine):
         eager = self._device.type == "cpu" if own.enforce_eager is None else own.enforce_eager
         arguments = {
             "model": self.path,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not beside or self.tokenizer is None,  # a HTTP server needs it
             "trust_remote_code": config.trust_remote_code,
             "dtype": config.dtype,
             "seed": config.seed,
@@ -122,13 +134,18 @@ class VLLMEngine(InferenceEngine):
             )
         with vllm_environment(beside=beside), nullcontext() if beside else without_noise():
             try:
-                core: Core = (CoreBeside if beside else CoreHere)({**arguments, **own.engine_args})
+                core: Core = self._core_of({**arguments, **own.engine_args}, beside=beside)
             except (ValueError, TypeError, RuntimeError, OSError) as error:
                 raise self._explained(error) from error
         sampled = sampled_ids(model.vocab_size, model.eos_token_ids, self.tokenizer)
         core.call("adaptor_install", sampled, config.seed)
         core.call("adaptor_end_with", os.getpid())
         return core
+
+    def _core_of(self, arguments: Mapping[str, Any], *, beside: bool) -> Core:
+        if self.config.replicas > 1:
+            return CoreReplicas(arguments, self.config.replicas)
+        return CoreBeside(arguments) if beside else CoreHere(arguments)
 
     def _explained(self, error: Exception) -> Exception:
         """vLLM's reason not to start, with the cure."""
@@ -223,6 +240,8 @@ class VLLMEngine(InferenceEngine):
             super()._load(update)
         except BaseException:
             self._route.end()
+            if self._server is not None:
+                self._cores_beside()[0].run(self._server.client.fail())
             raise
         finally:
             self._compares = None
@@ -240,13 +259,71 @@ class VLLMEngine(InferenceEngine):
         self._route.transport.finish()
         self._core.call("adaptor_finish")
 
+    # -- serving over HTTP ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def serving(self, host: str = "127.0.0.1", port: int = 0) -> Iterator[Served]:
+        """vLLM's OpenAI-compatible server on this engine, in the thread of its outputs; new weights reach it too.
+
+        Raises:
+            UnsupportedCapability: mode is not ``async``.
+            ConfigError: the port cannot be had.
+        """
+        cores = self._cores_beside()
+        with self._lock:
+            self._check_serving()
+            if self._server is not None:
+                raise EngineError(f"this engine is served at {self._server.url} already; leave that context first.")
+            with vllm_environment(beside=True):
+                from verl_adaptor.backends.vllm.client import Client
+                from verl_adaptor.backends.vllm.server import Server
+
+                client = Client(cores, self, lambda: self._dispatch.held, self._check_serving)
+                server = self._server = Server(self, client, cores[0].loop, host, port)
+        try:
+            yield server
+        finally:
+            server.end()
+            self._server = None
+
+    def _cores_beside(self) -> list[CoreBeside]:
+        if isinstance(self._core, CoreReplicas):
+            return self._core.cores
+        if not isinstance(self._core, CoreBeside):
+            raise self._unsupported(Capability.SERVE)
+        return [self._core]
+
+    def _settle(self, in_flight: InFlight) -> None:
+        super()._settle(in_flight)
+        if self._server is not None:
+            self._cores_beside()[0].run(self._server.client.settle(in_flight), _SETTLE_S)
+
+    def update_weights(self, update: WeightUpdate, *, in_flight: InFlight = "wait") -> None:
+        """As every engine's; HTTP requests are settled as the engine's own are."""
+        with self._lock, self._gate_opened():
+            super().update_weights(update, in_flight=in_flight)
+
+    def pause(self, in_flight: InFlight = "keep") -> None:
+        """As every engine's; HTTP requests that come meanwhile wait."""
+        with self._lock, self._gate_opened():
+            super().pause(in_flight)
+
+    @contextmanager
+    def _gate_opened(self) -> Iterator[None]:
+        """After this block HTTP requests are let in again."""
+        try:
+            yield
+        finally:
+            if self._server is not None:
+                self._server.client.open()
+
     # -- memory --------------------------------------------------------------------------------------------------
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Weights to the host and the key-value cache away, both at once; on a CPU `UnsupportedCapability`."""
         if self._device.type != self.spec.support(Capability.SLEEP).detail:
             raise self._unsupported(Capability.SLEEP)
-        with self._lock:
+        with self._lock, self._gate_opened():
             self._check_serving()
             self._settle("wait")
             self._core.sleep()
@@ -278,6 +355,8 @@ class VLLMEngine(InferenceEngine):
             yield bucket
 
     def _release(self) -> None:
+        if self._server is not None:
+            self._server.end()
         self._route.end()
         self._core.close()
         del self._core

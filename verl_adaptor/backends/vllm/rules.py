@@ -15,10 +15,4 @@ def heads_divide(facts: Any) -> Iterator[str]:
         yield f"tensor_parallel_size={size} does not divide num_attention_heads={heads} of the model; allowed: {allowed}."
 
 
-def one_replica(facts: Any) -> Iterator[str]:
-    """Nothing here starts several."""
-    if facts.config.replicas > 1:
-        yield f"replicas={facts.config.replicas}: a vllm engine is one; make several engines, or take backend='hf' or 'megatron'."
-
-
-RULES = (heads_divide, one_replica)
+RULES = (heads_divide,)

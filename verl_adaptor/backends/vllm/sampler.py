@@ -8,6 +8,7 @@ the policy's own tempered log-probs (law I2), and a seed repeats its sample (law
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -95,9 +96,11 @@ class PolicySampler(Sampler):
 
     def _wish(self, request: str, params: Any) -> _Wish:
         extra = params.extra_args or {}
-        seed = extra.get(SEED, params.seed)
+        seed = extra.get(SEED)
+        if seed is None and params.seed is not None:  # a HTTP request: as an engine seeds its first sample
+            seed = mix_seed(params.seed, 0)
         if seed is None:
-            seed = mix_seed(self._seed, int.from_bytes(request.encode()[-8:], "little"))
+            seed = mix_seed(self._seed, int.from_bytes(blake2b(request.encode(), digest_size=8).digest()))
         edits = (
             params.repetition_penalty != 1
             or params.presence_penalty
