@@ -9,6 +9,9 @@ import pytest
 from verl_adaptor.protocols import InferenceEngine
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing.bench import Bench
+from verl_adaptor.factory import resolve_trainer
+from verl_adaptor.testing.bench import SHARE_CPUS, WORKERS
+from verl_adaptor.testing.laws_pairs import engine_scores_as_trainer
 from verl_adaptor.testing.pairs import ENGINES, FAMILIES, TRAINERS, check_pair, make_engine
 
 
@@ -31,3 +34,20 @@ def engine(request: pytest.FixtureRequest, bench: Bench) -> Iterator[InferenceEn
 def test_pair(trainer: str, engine: InferenceEngine, bench: Bench) -> None:
     found = check_pair(trainer, engine, bench)
     assert found["syncs"] >= 25  # three, one and twenty-one, and those that set the start
+
+
+@pytest.fixture(scope="module")
+def adapting(bench: Bench) -> Iterator[InferenceEngine]:
+    with bench.engine("vllm", lora_rank=8) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("trainer", ["hf", "fsdp x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
+def test_adapters_from_any_trainer(trainer: str, adapting: InferenceEngine, bench: Bench) -> None:
+    backend, settings = TRAINERS[trainer]
+    plan = resolve_trainer(
+        bench.path, backend, **SHARE_CPUS, **settings, lora_rank=4, lora_alpha=6.0, learning_rate=0.05
+    )
+    with plan.create(workers=WORKERS) as moving:
+        assert moving.export_weights().adapters is not None
+        engine_scores_as_trainer(moving, adapting, bench)

@@ -35,7 +35,15 @@ from verl_adaptor.testing.bench import Bench, policy_gradient
 
 WIDE = {"head_dim": 32}
 """vLLM on a CPU knows no head of less."""
-STARTS_ANOTHER = ("an_aborted_request", "an_update", "a_wrong_update", "tokens_know", "close_is", "the_process_is")
+STARTS_ANOTHER = (
+    "an_aborted_request",
+    "an_update",
+    "a_wrong_update",
+    "tokens_know",
+    "adapters",
+    "close_is",
+    "the_process_is",
+)
 """Laws that take an engine of their own."""
 
 TestHere = conformance_suite("vllm", model=WIDE)

@@ -22,6 +22,7 @@ class Capability(enum.StrEnum):
     ABORT = "abort"  # stop one request and free its place
     SCORE = "score"  # log-probs of given tokens
     UPDATE_WEIGHTS = "update_weights"  # new weights without a restart
+    ADAPTER_SYNC = "adapter_sync"  # take low-rank adapters without their base
     IN_FLIGHT_KEEP = "in_flight_keep"  # go on with running requests after a weight update
     SLEEP = "sleep"  # give memory back and take it again
     SERVE = "serve"  # an OpenAI-compatible HTTP server on the engine

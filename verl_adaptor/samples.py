@@ -247,3 +247,26 @@ class WeightUpdate:
     """The trainer that exported it and its version there, for engines that run on one trainer's own weights."""
     largest_bucket: int = 0
     """Bytes that the largest bucket takes in shared memory; 0 where nobody has counted."""
+    adapters: AdapterUpdate | None = None
+    """The same policy as low-rank adapters over a base, where the trainer trains those: for engines that take them alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterUpdate:
+    """A policy as low-rank adapters (LoRA, arXiv 2106.09685) over a frozen base: W x + (alpha / rank) B (A x)."""
+
+    rank: int
+    alpha: float
+    base: WeightUpdate
+    """The weights beneath. Those of one `source` never change: an engine that has them needs them no more."""
+    weights: WeightUpdate
+    """``<layer>.lora_A.weight``, of shape (rank, in), and ``<layer>.lora_B.weight``, (out, rank)."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that have adapters, as the model names them."""
+        return tuple(t.name.removesuffix(".lora_A.weight") for t in self.weights.tensors if ".lora_A." in t.name)
+
+
+UpdatePart = Literal["merged", "base", "adapters"]
+"""Whose buckets: those of a `WeightUpdate`, or of its `AdapterUpdate`'s base or weights."""

@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from verl_adaptor.backends.causal_lm import checkpoint_names, is_adapter, named_tensors, unwrapped
+from verl_adaptor.backends.export import weight_update
 from verl_adaptor.config import TrainerConfig
 from verl_adaptor.errors import BackendNotInstalled, ConfigError, ModelError, TrainerError, nearest
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
-from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.samples import AdapterUpdate, WeightUpdate
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -120,9 +121,15 @@ class Adapters:
             for layer in self._layers.values():
                 layer._disable_adapters = False
 
+    def update(self, base: WeightUpdate, version: int, *, check: Callable[[], None], gather: Gather) -> AdapterUpdate:
+        """What an engine needs that takes adapters without their base; as `export.weight_update`."""
+        own = {_plain_name(name): tensor for name, tensor in self.tensors().items()}
+        weights = weight_update(own, {}, version, check=check, gather=gather)
+        return AdapterUpdate(rank=self._config.r, alpha=float(self._config.lora_alpha), base=base, weights=weights)
+
     def write(self, folder: Path, tensors: Mapping[str, Tensor], base: str) -> None:
         """Whole `tensors` (as named by `tensors()`) and their config, as ``peft.PeftModel.from_pretrained`` reads them."""
-        named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": t for name, t in tensors.items()}
+        named = {f"base_model.model.{_plain_name(name)}": t for name, t in tensors.items()}
         save_file({name: t.detach().contiguous() for name, t in named.items()}, folder / _WEIGHTS, {"format": "pt"})
         self._config.base_model_name_or_path = base
         self._config.save_pretrained(folder)
@@ -131,6 +138,11 @@ class Adapters:
 def _parts(layer: str) -> tuple[str, str]:
     """The names of a layer's A and B within the model."""
     return f"{layer}.lora_A.{_NAME}.weight", f"{layer}.lora_B.{_NAME}.weight"
+
+
+def _plain_name(part: str) -> str:
+    """A part's name without peft's name of the adapter."""
+    return part.replace(f".{_NAME}.", ".")
 
 
 def without_base(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ methods that touch tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import shutil
 from collections.abc import Iterator, Mapping
@@ -177,7 +178,14 @@ class TorchTrainer(TrainerBackend):
     def _export_weights(self) -> WeightUpdate:
         tensors, tied = self._tensors()
         check = partial(self.check_exported, self._version)
-        return export.weight_update(tensors, tied, self._version, check=check, gather=self._exported)
+        update = export.weight_update(tensors, tied, self._version, check=check, gather=self._exported)
+        adapters = self.head.adapters
+        if adapters is None or self.config.head == "value":
+            return update
+        base = export.weight_update(tensors, tied, 0, check=check, gather=self._gather)
+        return dataclasses.replace(
+            update, adapters=adapters.update(base, self._version, check=check, gather=self._gather)
+        )
 
     def _exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Some of `_tensors` as an engine wants them: whole, adapters merged. A collective on all ranks."""

@@ -82,6 +82,9 @@ class EngineConfig(Config):
     """Most prompt tokens (padding included) in one prefill forward."""
     seed: int = 0
     """Where requests without a seed of their own draw theirs from."""
+    lora_rank: PositiveInt | None = None
+    """Take the adapters of a trainer with this lora_rank, or a smaller one, without their base: that comes once. None: new
+    weights come whole, adapters merged."""
     device: str = "auto"
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: CUDA where it exists."""
     trust_remote_code: bool = False

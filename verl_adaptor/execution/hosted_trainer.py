@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_adaptor.errors import TrainerError
 from verl_adaptor.execution.hosted_engine import HostedEngine
 from verl_adaptor.protocols import TrainerBackend
-from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.samples import UpdatePart, WeightUpdate
 from verl_adaptor.weights import Layout, attach, digests, write
 
 if TYPE_CHECKING:
@@ -36,23 +36,26 @@ class HostedTrainer:
     def export_weights(self) -> dict[str, Any]:
         """What a `WeightUpdate` says before its bytes move."""
         self._update = update = self._trainer.export_weights()
-        return {
-            "version": update.version,
-            "tensors": update.tensors,
-            "tied": dict(update.tied),
-            "fused_groups": update.fused_groups,
-            "largest_bucket": update.largest_bucket,
-        }
+        facts = _facts(update)
+        if update.adapters is not None:
+            facts["adapters"] = {
+                "rank": update.adapters.rank,
+                "alpha": update.adapters.alpha,
+                "base": _facts(update.adapters.base),
+                "weights": _facts(update.adapters.weights),
+            }
+        return facts
 
-    def export_digests(self) -> dict[str, int]:
-        """Of the tensors of the last export."""
-        return {name: digest for bucket in self._exported().buckets() for name, digest in digests(bucket).items()}
+    def export_digests(self, part: UpdatePart) -> dict[str, int]:
+        """Of the tensors of a part of the last export."""
+        return {name: digest for bucket in self._part(part).buckets() for name, digest in digests(bucket).items()}
 
-    def open_export(self, version: int, pull: int, memory: tuple[str, int] | None) -> None:
+    def open_export(self, version: int, part: UpdatePart, pull: int, memory: tuple[str, int] | None) -> None:
         """Begin to hand out the buckets of a version, under the number `pull`. Raises `TrainerError` for a stale one.
 
         Args:
             version: policy version.
+            part: of its update.
             pull: a number of the driver's.
             memory: path and size of the shared memory for the buckets; None: they are the replies.
         """
@@ -60,7 +63,7 @@ class HostedTrainer:
             raise TrainerError(f"the weights of policy version {version} are gone; export again.")
         if memory is not None and self._is_first:
             self._memories[pull] = attach(*memory)
-        self._pulls[pull] = self._update.buckets()
+        self._pulls[pull] = self._part(part).buckets()
 
     def next_bucket(self, pull: int) -> dict[str, Any] | Layout | None:
         """The next bucket, or where its tensors lie in shared memory; None after the last."""
@@ -89,6 +92,14 @@ class HostedTrainer:
         """An engine on this trainer's weights, hosted likewise."""
         return HostedEngine(self._trainer.rollout_engine(**settings), self._exported)
 
+    def _part(self, part: UpdatePart) -> WeightUpdate:
+        update = self._exported()
+        if part == "merged":
+            return update
+        if update.adapters is None:
+            raise TrainerError("this trainer trains all weights and exports no adapters.")
+        return update.adapters.base if part == "base" else update.adapters.weights
+
     def _exported(self) -> WeightUpdate:
         if self._update is None:
             raise TrainerError("nothing was exported yet; call export_weights() first.")
@@ -97,3 +108,13 @@ class HostedTrainer:
     def reference(self) -> HostedTrainer:
         """The reference policy on this trainer's weights, hosted likewise."""
         return HostedTrainer(self._trainer.reference())
+
+
+def _facts(update: WeightUpdate) -> dict[str, Any]:
+    return {
+        "version": update.version,
+        "tensors": update.tensors,
+        "tied": dict(update.tied),
+        "fused_groups": update.fused_groups,
+        "largest_bucket": update.largest_bucket,
+    }

@@ -15,7 +15,7 @@ from verl_adaptor.config import Config, EngineConfig, TrainerConfig
 from verl_adaptor.errors import TrainerError
 from verl_adaptor.execution.group import WorkerGroup
 from verl_adaptor.protocols.trainer import Denominators, LogProbs, Loss, TrainerBackend
-from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.samples import AdapterUpdate, UpdatePart, WeightUpdate
 from verl_adaptor.weights import SharedBucket, read
 
 if TYPE_CHECKING:
@@ -124,27 +124,34 @@ class RemoteTrainer(TrainerBackend):
     def export_weights(self, *, digests: bool = False) -> WeightUpdate:
         """The weights, pulled from the ranks bucket by bucket; this process holds one bucket at a time (law T4)."""
         self._check_open()
-        update = self._export_weights()
-        update = dataclasses.replace(update, source=(self._source, update.version))
-        return dataclasses.replace(update, digests=self._digests(update)) if digests else update
+        return self._signed(self._export_weights(), digests=digests)
 
-    def _digests(self, update: WeightUpdate) -> dict[str, int]:
-        found: dict[str, int] = self._call("export_digests")  # where the weights are trained
+    def _digests(self, update: WeightUpdate, part: UpdatePart) -> dict[str, int]:
+        found: dict[str, int] = self._call("export_digests", part)  # where the weights are trained
         return found
 
     def _export_weights(self) -> WeightUpdate:
         facts = self._call("export_weights")
         self._version = facts["version"]
-        room = facts["largest_bucket"] if self._group.workers.share_memory else 0
-        return WeightUpdate(buckets=partial(self._pull, self._version, room), **facts)
+        parts = facts.pop("adapters", None)
+        update = self._pulled("merged", facts)
+        if parts is None:
+            return update
+        base, weights = self._pulled("base", parts.pop("base")), self._pulled("adapters", parts.pop("weights"))
+        return dataclasses.replace(update, adapters=AdapterUpdate(base=base, weights=weights, **parts))
 
-    def _pull(self, version: int, room: int) -> Iterator[dict[str, Tensor]]:
+    def _pulled(self, part: UpdatePart, facts: Mapping[str, Any]) -> WeightUpdate:
+        """A part of the last export, whose bytes come when they are asked for."""
+        room = facts["largest_bucket"] if self._group.workers.share_memory else 0
+        return WeightUpdate(buckets=partial(self._pull, self._version, part, room), **facts)
+
+    def _pull(self, version: int, part: UpdatePart, room: int) -> Iterator[dict[str, Tensor]]:
         """Each bucket through shared memory of this size, where there is any, else as a reply of the first rank."""
         pull = next(self._pulls)
         self._check_open()
         shared = SharedBucket(room) if room else None
         try:
-            self._call("open_export", version, pull, shared and (str(shared.path), shared.size))
+            self._call("open_export", version, part, pull, shared and (str(shared.path), shared.size))
         finally:
             if shared is not None:
                 shared.unlink()

@@ -26,6 +26,8 @@ def requests(config: EngineConfig | TrainerConfig) -> Iterator[Request]:
     yield from _parallel(config.parallel)
     if isinstance(config, TrainerConfig):
         yield from _training(config)
+    elif config.lora_rank:
+        yield Request(f"lora_rank={config.lora_rank}", Capability.ADAPTER_SYNC)
 
 
 def _parallel(parallel: ParallelConfig) -> Iterator[Request]:

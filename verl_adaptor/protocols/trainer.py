@@ -20,7 +20,7 @@ from verl_adaptor.errors import (
     VerlAdaptorError,
     nearest,
 )
-from verl_adaptor.samples import WeightUpdate
+from verl_adaptor.samples import UpdatePart, WeightUpdate
 from verl_adaptor.weights import digests as digests_of
 
 if TYPE_CHECKING:
@@ -211,11 +211,23 @@ class TrainerBackend(abc.ABC):
         if self._changed:
             self._version += 1
             self._changed = False
-        update = self._export_weights()
-        update = dataclasses.replace(update, source=(self._source, update.version))
-        return dataclasses.replace(update, digests=self._digests(update)) if digests else update
+        return self._signed(self._export_weights(), digests=digests)
 
-    def _digests(self, update: WeightUpdate) -> dict[str, int]:
+    def _signed(self, update: WeightUpdate, part: UpdatePart = "merged", *, digests: bool) -> WeightUpdate:
+        """With this trainer as its source, and with digests if they are asked for; its adapters likewise."""
+        adapters = update.adapters and dataclasses.replace(
+            update.adapters,
+            base=self._signed(update.adapters.base, "base", digests=digests),
+            weights=self._signed(update.adapters.weights, "adapters", digests=digests),
+        )
+        return dataclasses.replace(
+            update,
+            source=(self._source, update.version),
+            digests=self._digests(update, part) if digests else {},
+            adapters=adapters,
+        )
+
+    def _digests(self, update: WeightUpdate, part: UpdatePart) -> dict[str, int]:
         return {name: digest for bucket in update.buckets() for name, digest in digests_of(bucket).items()}
 
     # -- saving --------------------------------------------------------------------------------------------------

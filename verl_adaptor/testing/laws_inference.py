@@ -6,15 +6,18 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
+from verl_adaptor.backends.export import weight_update
 from verl_adaptor.capabilities import Capability, Role
 from verl_adaptor.errors import EngineClosed, InvalidRequest, WeightUpdateError
 from verl_adaptor.protocols import InferenceEngine
-from verl_adaptor.samples import Completion, Delta, Prompt, SamplingParams
+from verl_adaptor.samples import AdapterUpdate, Completion, Delta, Prompt, SamplingParams, WeightUpdate
 from verl_adaptor.testing.bench import FP32_LOG_PROB, GAP, Bench
 from verl_adaptor.testing.laws import law
 
@@ -193,6 +196,14 @@ def tokens_know_their_policy(bench: Bench) -> None:
     engine, trainer = bench.engine(), bench.reference_trainer()
     move(trainer, 0.05)
     update = dataclasses.replace(trainer.export_weights(), version=1)
+    _kept_tokens_are_the_new_policys(bench, engine, trainer, update)
+
+
+def _kept_tokens_are_the_new_policys(
+    bench: Bench, engine: InferenceEngine, trainer: object, update: WeightUpdate
+) -> None:
+    """Update while a request runs, to what the reference trainer's network computes."""
+    old = engine.policy_version
     [prompt] = bench.prompts(1, seed=23)
 
     async def scenario() -> list[Delta]:
@@ -206,11 +217,83 @@ def tokens_know_their_policy(bench: Bench) -> None:
     deltas = asyncio.run(scenario())
     ids = [t for d in deltas for t in d.token_ids]
     versions = [d.policy_version for d in deltas for _ in d.token_ids]
-    assert len(ids) == 12 and sorted(versions) == versions and set(versions) == {0, 1}
+    assert len(ids) == 12 and sorted(versions) == versions and set(versions) == {old, update.version}
     log_probs = [x for d in deltas for x in d.log_probs]
     new = oracle_scores(bench, trainer, [(*prompt, *ids)])[0][len(prompt) - 1 :]
-    at = versions.index(1)
+    at = versions.index(update.version)
     assert_close(log_probs[at:], new[at:], "after the update a cache of the old policy was used")
+
+
+@law(
+    "I6",
+    INFERENCE,
+    needs=(Capability.ADAPTER_SYNC, Capability.SCORE),
+    refused=lambda bench: bench.engine(lora_rank=4).close(),
+)
+def adapters_travel_alone(bench: Bench) -> None:
+    """Adapters reach the policy they are part of; their base is asked for once, whole weights never.
+
+    Requests kept over an update go on with the new adapters. Whole weights replace all; a rank too large is refused.
+    """
+    trainer = bench.reference_trainer()
+    with bench.engine(lora_rank=4) as engine:
+        move(trainer, 0.02)  # a base that the engine has not loaded from anywhere
+        base = dataclasses.replace(kept(trainer.export_weights()), source=("a trainer", 0))
+        probe = [bench.prompts(1, seed=37, longest=60)[0]]
+        engine.generate(probe, SamplingParams(max_tokens=1))  # fills whatever prefix cache there is
+        for version in (1, 2):
+            own = base if version == 1 else dataclasses.replace(base, buckets=_is_not_needed)
+            with adapted(trainer, own, version) as update:
+                engine.update_weights(update)
+                assert_close(
+                    engine.score(probe)[0], oracle_scores(bench, trainer, probe)[0], "score is not the policy's"
+                )
+                engine.generate(probe, SamplingParams(max_tokens=1))
+        assert engine.policy_version == 2
+        with adapted(trainer, own, 3) as update:
+            _kept_tokens_are_the_new_policys(bench, engine, trainer, update)
+        before = engine.score(probe)
+        with adapted(trainer, own, 4, rank=8) as update:
+            try:
+                engine.update_weights(update)
+            except WeightUpdateError as error:
+                assert "lora_rank=8" in str(error)
+            else:
+                raise AssertionError("adapters of a rank over the engine's were accepted")
+        assert engine.score(probe) == before, "a refused update changed the policy"
+        engine.update_weights(dataclasses.replace(trainer.export_weights(), version=5))
+        assert_close(engine.score(probe)[0], oracle_scores(bench, trainer, probe)[0], "adapters are left over")
+
+
+def kept(update: WeightUpdate) -> WeightUpdate:
+    """The same, with the bytes of now."""
+    copies = [{name: tensor.clone() for name, tensor in bucket.items()} for bucket in update.buckets()]
+    return dataclasses.replace(update, buckets=lambda: iter(copies))
+
+
+@contextmanager
+def adapted(trainer: object, base: WeightUpdate, version: int, rank: int = 4) -> Iterator[WeightUpdate]:
+    """Random adapters over a reference trainer's network, whose weights are the merged ones within this block."""
+    generator = torch.Generator().manual_seed(version)
+    weights, scale = dict(trainer._network.named_parameters()), 1.5  # type: ignore[attr-defined]
+    parts: dict[str, torch.Tensor] = {}
+    chosen = [name for name in weights if name.endswith(("q_proj.weight", "o_proj.weight", "up_proj.weight"))]
+    before = {name: weights[name].detach().clone() for name in chosen}
+    for name in chosen:
+        (out, into), layer = weights[name].shape, name.removesuffix(".weight")
+        a, b = (0.3 * torch.randn(shape, generator=generator) for shape in ((rank, into), (out, rank)))
+        parts |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+        weights[name].data += scale * b @ a
+    adapters = AdapterUpdate(rank=rank, alpha=scale * rank, base=base, weights=weight_update(parts, {}, version))
+    try:
+        yield dataclasses.replace(base, version=version, adapters=adapters, buckets=_is_not_needed)
+    finally:
+        for name, weight in before.items():
+            weights[name].data.copy_(weight)
+
+
+def _is_not_needed() -> NoReturn:
+    raise AssertionError("weights were asked for that the engine has, or that adapters make up for")
 
 
 @law(

@@ -29,6 +29,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.UPDATE_WEIGHTS: FULL,
                 Capability.IN_FLIGHT_KEEP: FULL,
                 Capability.PENALTIES: FULL,
+                Capability.ADAPTER_SYNC: unsupported("weights come whole here, adapters merged"),
                 Capability.SERVE: unsupported("it has no server of its own; serve the model with backend='vllm'"),
                 Capability.SLEEP: unsupported(
                     "the weights of this process are its only copy; close the engine instead"

@@ -23,6 +23,7 @@ SPEC = BackendSpec(
         Capability.UPDATE_WEIGHTS: FULL,
         Capability.IN_FLIGHT_KEEP: FULL,
         Capability.PENALTIES: FULL,
+        Capability.ADAPTER_SYNC: unsupported("weights come whole here, adapters merged"),
         Capability.SERVE: unsupported("it has no server of its own; serve the model with backend='vllm'"),
         Capability.SLEEP: unsupported("the shards of its ranks are their only copy; close the engine instead"),
         Capability.VALUE_HEAD: FULL,

@@ -26,6 +26,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
                 Capability.ABORT: FULL,
                 Capability.SCORE: FULL,
                 Capability.UPDATE_WEIGHTS: FULL,
+                Capability.ADAPTER_SYNC: FULL,
                 Capability.IN_FLIGHT_KEEP: FULL,
                 Capability.PENALTIES: FULL,
                 Capability.SERVE: only("async", "in this process it advances only while somebody waits for it"),

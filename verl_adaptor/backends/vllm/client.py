@@ -83,7 +83,8 @@ class Client:
         if used is not None:
             used.append(self._engine.policy_version)
         try:
-            outputs = _outputs(self._cores[number], prompt, params, request_id, **more)
+            core = self._cores[number]
+            outputs = _outputs(core, prompt, params, request_id, **{**more, "lora_request": core.adapters})
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     if self._failed:

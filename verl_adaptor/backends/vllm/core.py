@@ -18,11 +18,13 @@ from typing import Any, TypeVar, cast
 from typing_extensions import override
 from vllm import AsyncEngineArgs, EngineArgs
 from vllm import SamplingParams as VLLMParams
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from verl_adaptor.backends.vllm.adapters import POLICY
 from verl_adaptor.backends.vllm.sampler import SEED, TEMPERATURE
 from verl_adaptor.errors import EngineError
 from verl_adaptor.protocols import SampleRequest
@@ -96,6 +98,7 @@ class CoreHere(Core):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.workers_are_here = arguments["distributed_executor_backend"] == "uni"
+        self._adapters = policy_adapters(arguments)
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=EXTENSION))
         gc.unfreeze()  # vLLM froze all that this process had, for good
         client: Any = self._llm.engine_core
@@ -104,7 +107,7 @@ class CoreHere(Core):
 
     @override
     def add(self, name: str, token_ids: Sequence[int], params: VLLMParams) -> None:
-        self._llm.add_request(name, prompt(token_ids), params)
+        self._llm.add_request(name, prompt(token_ids), params, lora_request=self._adapters)
 
     @override
     def step(self) -> list[RequestOutput]:
@@ -170,6 +173,7 @@ class CoreBeside(Core):
         self, arguments: Mapping[str, Any], arrived: queue.SimpleQueue[RequestOutput | Exception] | None = None
     ) -> None:
         self._arrived = queue.SimpleQueue() if arrived is None else arrived
+        self.adapters = policy_adapters(arguments)
         self._following: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-outputs", daemon=True)
@@ -220,7 +224,7 @@ class CoreBeside(Core):
 
     async def _follow(self, name: str, prompt: Any, params: VLLMParams) -> None:
         try:
-            async for output in self.llm.generate(prompt, params, name):
+            async for output in self.llm.generate(prompt, params, name, lora_request=self.adapters):
                 self._arrived.put(output)
         except Exception as error:
             self._arrived.put(error)
@@ -323,6 +327,11 @@ def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None
 def prompt(token_ids: Sequence[int]) -> Any:
     """Token ids as vLLM takes them without looking at a tokenizer."""
     return {"type": "token", "prompt_token_ids": list(token_ids)}
+
+
+def policy_adapters(arguments: Mapping[str, Any]) -> LoRARequest | None:
+    """The adapter that each request runs with, if the engine takes any."""
+    return POLICY if arguments.get("enable_lora") else None
 
 
 def sampling(sample: SampleRequest) -> VLLMParams:

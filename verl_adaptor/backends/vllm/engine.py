@@ -27,8 +27,10 @@ from verl_adaptor.errors import ConfigError, EngineError, ModelError, WeightUpda
 from verl_adaptor.protocols import EngineModel, InferenceEngine, InFlight, SampleRequest, Served
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
 from verl_adaptor.tokenizer import load_tokenizer
+from verl_adaptor.weights import digests
 
 with vllm_environment():
+    from verl_adaptor.backends.vllm.adapters import PolicyAdapters
     from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
     from verl_adaptor.backends.vllm.replicas import CoreReplicas
 
@@ -70,6 +72,8 @@ class VLLMEngine(InferenceEngine):
         """What came while `score` was waiting for something else."""
         self._temperature = 1.0
         self._sleeping: set[str] = set()
+        rank = config.lora_rank
+        self._adapters = None if rank is None else PolicyAdapters(rank, self.model, own.weight_folder)
         self._core = self._start(own, model_config)
         self._route = Route(self._core, own.weight_transport, own.weight_folder)
         self._server: Server | None = None
@@ -126,6 +130,7 @@ class VLLMEngine(InferenceEngine):
             "generation_config": "vllm",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            **(self._adapters.arguments if self._adapters is not None else {}),
         }
         taken = sorted(arguments.keys() & own.engine_args.keys())
         if taken:
@@ -140,6 +145,8 @@ class VLLMEngine(InferenceEngine):
         sampled = sampled_ids(model.vocab_size, model.eos_token_ids, self.tokenizer)
         core.call("adaptor_install", sampled, config.seed)
         core.call("adaptor_end_with", os.getpid())
+        if self._adapters is not None:
+            self._adapters.clear(core)
         return core
 
     def _core_of(self, arguments: Mapping[str, Any], *, beside: bool) -> Core:
@@ -154,6 +161,10 @@ class VLLMEngine(InferenceEngine):
             return ConfigError(
                 f"the key-value cache cannot hold one sequence of max_model_len={self.model.max_model_len}; set a larger "
                 f"kv_cache_gib, or a smaller max_model_len. vLLM said: {said}"
+            )
+        if "does not support LoRA" in said:
+            return ConfigError(
+                f"lora_rank={self.config.lora_rank}: vLLM adapts no such model; leave it out. vLLM said: {said}"
             )
         if "architectures" in said:
             return ModelError(f"{self.path}: vLLM does not serve this model; use backend='hf'. vLLM said: {said}")
@@ -230,9 +241,34 @@ class VLLMEngine(InferenceEngine):
     def _check_update(self, update: WeightUpdate) -> None:
         """And find a way for its bytes."""
         super()._check_update(update)
+        if self._adapters is not None and update.adapters is not None:
+            self._adapters.check(update.adapters)
         self._route.prepare(update.largest_bucket)
 
     def _load(self, update: WeightUpdate) -> None:
+        """Of adapters the base first, if it is another than the one here; then no more of them."""
+        if self._adapters is None:
+            return self._load_whole(update)
+        base, self._adapters.base = self._adapters.base, None
+        if update.adapters is None:
+            self._load_whole(update)
+            self._adapters.clear(self._core)
+            return None
+        if base != update.adapters.base.source:
+            self._load_whole(update.adapters.base)
+        self._adapters.load(self._core, update.adapters, self._arrived(update.adapters.weights))
+        self._adapters.base = update.adapters.base.source
+
+    def _arrived(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """All tensors of a small update."""
+        arrived: dict[str, Tensor] = {}
+        for bucket in update.buckets():
+            if update.digests:
+                self._compare(update, digests(bucket))
+            arrived |= {name: tensor.clone() for name, tensor in bucket.items()}
+        return arrived
+
+    def _load_whole(self, update: WeightUpdate) -> None:
         """Digests are compared where the tensors arrive: in the workers' processes."""
         here = self._core.workers_are_here
         self._compares = partial(self._compare, update) if update.digests and not here else None

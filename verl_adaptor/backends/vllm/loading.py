@@ -9,11 +9,13 @@ experts; it is what serves layers that are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -47,7 +49,8 @@ class WholeReload:
 
     def load(self, bucket: Bucket) -> None:
         """What a bucket holds of a layer is kept by reference until the layer is whole, so it is copied."""
-        self._model.load_weights((name, tensor.clone()) for name, tensor in bucket.items())
+        with without_adapters(self._model):
+            self._model.load_weights((name, tensor.clone()) for name, tensor in bucket.items())
 
     def finish(self) -> None:
         """Every layer prepared for its kernels."""
@@ -81,7 +84,7 @@ class Repacking:
 
     def load(self, bucket: Bucket) -> None:
         """By the model's own names and weight loaders; then the layers touched are packed."""
-        with reusing():
+        with reusing(), without_adapters(self._model):
             self._load(bucket)
 
     def _load(self, bucket: Bucket) -> None:
@@ -145,6 +148,24 @@ def loader_for(model: nn.Module, model_config: Any, device: torch.device) -> Who
     if device.type == "cpu" and Repacking.fits(model):
         return Repacking(model)
     return WholeReload(model, model_config)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Layers in place of what vLLM has put around them, within this block: a checkpoint's names are theirs."""
+    wrapped = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseLayerWithLoRA)]
+    try:
+        for name, layer in wrapped:
+            _put(model, name, layer.base_layer)
+        yield
+    finally:
+        for name, layer in wrapped:
+            _put(model, name, layer)
+
+
+def _put(model: nn.Module, name: str, layer: Any) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, layer)
 
 
 def _is_packed(layer: nn.Module) -> bool:

@@ -13,9 +13,12 @@ from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
+from vllm.lora.request import LoRARequest
 
+from verl_adaptor.backends.vllm.adapters import POLICY
 from verl_adaptor.backends.vllm.loading import loader_for
 from verl_adaptor.backends.vllm.sampler import PolicySampler
+from verl_adaptor.errors import EngineError
 from verl_adaptor.weights import Layout, attach, digests, read
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -25,6 +28,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker class (`worker_extension_cls`); each method is called on all workers at once."""
 
     model_runner: Any
+    add_lora: Any
     device: Any
     adaptor_folder: str | None = None
 
@@ -58,6 +62,14 @@ class WorkerExtension:
     def adaptor_load(self, bucket: dict[str, Tensor]) -> None:
         """Some of them, fused groups whole."""
         self.adaptor_loader.load(bucket)
+
+    def adaptor_load_adapters(self, folder: str) -> None:
+        """Adapters in place of those that requests run with."""
+        if not Path(folder).exists():
+            raise EngineError(
+                f"a vLLM worker does not see {folder}; set weight_folder to a folder that all of them see."
+            )
+        self.add_lora(LoRARequest(POLICY.lora_name, POLICY.lora_int_id, folder, load_inplace=True))
 
     def adaptor_attach(self, path: str, size: int) -> None:
         """Buckets come through this shared memory from now on."""
