@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from verl_adaptor.factory import resolve_trainer
 from verl_adaptor.protocols import InferenceEngine
 from verl_adaptor.registry import get_spec
-from verl_adaptor.testing.bench import Bench
-from verl_adaptor.factory import resolve_trainer
-from verl_adaptor.testing.bench import SHARE_CPUS, WORKERS
+from verl_adaptor.testing.bench import SHARE_CPUS, WORKERS, Bench
 from verl_adaptor.testing.laws_pairs import engine_scores_as_trainer
 from verl_adaptor.testing.pairs import ENGINES, FAMILIES, TRAINERS, check_pair, make_engine
 

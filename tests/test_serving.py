@@ -136,7 +136,7 @@ def test_the_gate_holds_requests_while_the_engine_changes() -> None:
     class Stub:
         model_config = SimpleNamespace(max_model_len=65)
 
-        async def generate(self, *_: Any) -> AsyncGenerator[str, None]:
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[str, None]:
             yield "first"
             await finish.wait()
             yield "last"
@@ -144,7 +144,7 @@ def test_the_gate_holds_requests_while_the_engine_changes() -> None:
     async def scenario() -> None:
         model = SimpleNamespace(eos_token_ids=(2,), max_model_len=64)
         engine = SimpleNamespace(model=model, policy_version=0, tokenizer="some")
-        core: Any = SimpleNamespace(llm=Stub(), loop=asyncio.get_running_loop())
+        core: Any = SimpleNamespace(llm=Stub(), loop=asyncio.get_running_loop(), adapters=None)
         client = Client([core], engine, lambda: False, lambda: None)  # type: ignore[arg-type]
         assert client.model_config.max_model_len == 64
 
