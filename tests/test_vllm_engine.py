@@ -32,6 +32,7 @@ from verl_adaptor.registry import get_spec
 from verl_adaptor.samples import SamplingParams
 from verl_adaptor.testing import conformance_suite
 from verl_adaptor.testing.bench import Bench, policy_gradient
+from verl_adaptor.testing.laws_pairs import engine_scores_as_trainer
 
 WIDE = {"head_dim": 32}
 """vLLM on a CPU knows no head of less."""
@@ -63,6 +64,14 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def engine(bench: Bench) -> InferenceEngine:
     return bench.engine()
+
+
+def test_a_mixture_after_a_dense_model(engine: InferenceEngine) -> None:
+    """In one process, whose groups vLLM made for the first; experts are packed together."""
+    bench = Bench(get_spec("vllm"), family="mixtral", model=WIDE)
+    with bench.engine() as mixture, bench.reference_trainer(learning_rate=0.05) as trainer:
+        engine_scores_as_trainer(trainer, mixture, bench)
+    bench.close()
 
 
 # -- what does not start -----------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
 from typing_extensions import override
 from vllm import AsyncEngineArgs, EngineArgs
 from vllm import SamplingParams as VLLMParams
+from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -99,6 +101,7 @@ class CoreHere(Core):
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.workers_are_here = arguments["distributed_executor_backend"] == "uni"
         self._adapters = policy_adapters(arguments)
+        _make_expert_group()
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=EXTENSION))
         gc.unfreeze()  # vLLM froze all that this process had, for good
         client: Any = self._llm.engine_core
@@ -298,6 +301,16 @@ class CoreBeside(Core):
     @override
     def close(self) -> None:
         self._end()
+
+
+def _make_expert_group() -> None:
+    """vLLM makes its groups once in a process, that of experts for a mixture only: after a dense model none would start."""
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        world = parallel_state.get_world_group()
+        backend = dist.get_backend(world.device_group)
+        parallel_state._EP = parallel_state.init_model_parallel_group(
+            [world.ranks], world.local_rank, backend, group_name="ep"
+        )
 
 
 def _end(

@@ -127,18 +127,16 @@ class Repacking:
             setattr(layer, name, weight)
 
     def _loader(self, layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
-        def fill(param: nn.Parameter, loaded: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        def fill(param: nn.Parameter, *rest: Any, **kwargs: Any) -> Any:
             self._touched[layer] = None
             if not param.data.is_contiguous():  # a stand-in
-                if (
-                    not rest and not kwargs and _is_same(param, loaded)
-                ):  # the whole matrix as it is: nothing to cut or fuse
-                    param.data = loaded
+                if len(rest) == 1 and not kwargs and _is_same(param, rest[0]):  # nothing to cut or fuse
+                    param.data = rest[0]
                     self._lent.add(id(param))
                     return None
                 spare = self._spare.get((param.shape, param.dtype))
                 param.data = spare.pop() if spare else torch.zeros(param.shape, dtype=param.dtype)  # zeros: padding
-            return load(param, loaded, *rest, **kwargs)
+            return load(param, *rest, **kwargs)
 
         return fill
 
