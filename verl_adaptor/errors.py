@@ -147,6 +147,14 @@ class CheckpointError(TrainerError):
     """A checkpoint is missing, half-written, foreign or of another layout."""
 
 
+class PipelineError(VerlAdaptorError):
+    """A stage of the asynchronous pipeline died, or stands still. `stage` says which."""
+
+    def __init__(self, message: str, *, stage: str = "") -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
 def kind_of(error: BaseException) -> str:
     """Name of the nearest class of this module that `error` is; empty if none. With the sentence it is all that crosses
     between processes."""

@@ -34,6 +34,7 @@ from verl_adaptor.objects import load_callable
 from verl_adaptor.ppo.checkpoints import Checkpoints
 from verl_adaptor.ppo.evaluate import gain_interval
 from verl_adaptor.ppo.loop import PPO, train
+from verl_adaptor.ppo.pipeline import Pipeline
 from verl_adaptor.ppo.reward import Reward, load_reward
 from verl_adaptor.ppo.rollout import Rollout, single_turn
 from verl_adaptor.preflight.recipe import batch_divides
@@ -175,6 +176,7 @@ def prepared(
                 checkpoints=checkpoints,
                 pad_token_id=pad_token_id(tokenizer) if tokenizer else 0,
                 rollout=plans.rollout,
+                new_engine=lambda: stack.enter_context(_engine(plans, actor, path, workers)),
             ),
             facts,
         )
@@ -191,9 +193,9 @@ def run_to_end(run: PPO, recipe: Recipe, output: Path, facts: dict[str, Any]) ->
     """
     with StopSignals() as stop:
         run.stop_requested = stop
-        asyncio.run(train(run))
+        asyncio.run(train(run) if recipe.pipeline is None else Pipeline(run, recipe.pipeline).train())
     run.actor.save_pretrained(output / "final")
-    before, after = run.evaluations[0], run.evaluations[recipe.ppo.total_steps]
+    before, after = run.evaluations[0], run.evaluations[max(run.evaluations)]
     rows = read_rows(output / "metrics.jsonl")
     seconds = sum(row["time/step"] for row in rows)
     summary = {
@@ -201,7 +203,7 @@ def run_to_end(run: PPO, recipe: Recipe, output: Path, facts: dict[str, Any]) ->
         "reward_after": after.mean,
         "reward_gain_interval": list(gain_interval(before, after)),
         "eval_prompts": len(after.rewards),
-        "steps": recipe.ppo.total_steps,
+        "steps": max(run.evaluations),
         "train_seconds": seconds,
         "tokens_per_second": sum(row["tokens"] for row in rows) / seconds if seconds else 0.0,
         "seed": recipe.seed,

@@ -47,9 +47,11 @@ class RolloutCorrectionConfig(Config):
     A token's weight is p_trainer / p_engine; `upper` alone truncates it, `lower` too leaves out what is beyond either.
     """
 
-    level: Literal["none", "token", "sequence"] = "none"
+    level: Literal["none", "token", "sequence"] | None = None
     """``token``: of each token by itself, a little biased and quiet. ``sequence``: the product over the response, unbiased
-    and loud. ``none``: no weights; the gap is measured all the same."""
+    and loud. ``none``: no weights; the gap is measured all the same. None: ``token`` where ``pipeline.max_staleness`` lets
+    samples be older than the policy, so that the clipped ratio is the step's own (decoupled PPO, arXiv 2505.24298), else
+    ``none``."""
     upper: Annotated[float, Field(gt=0)] = 2.0
     """Weights above this count as this (truncated importance sampling, TIS)."""
     lower: Annotated[float, Field(gt=0)] | None = None

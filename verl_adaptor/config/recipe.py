@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from verl_adaptor.config.base import Config, ObjectPath, PositiveInt
+from verl_adaptor.config.pipeline import PipelineConfig
 from verl_adaptor.config.ppo import PPOConfig, RolloutConfig
 from verl_adaptor.errors import ConfigError
 
@@ -148,6 +150,8 @@ class Recipe(Config):
     reference: dict[str, Any] = {}
     reward: RewardConfig = RewardConfig()
     ppo: PPOConfig = PPOConfig()
+    pipeline: PipelineConfig | None = None
+    """Set: rollouts, rewards and updates run at the same time. None: one after the other."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -170,6 +174,25 @@ class Recipe(Config):
             problems.append(
                 f"rollout.n={self.rollout.n}: {self.ppo.advantage} compares samples of one prompt; use n >= 2."
             )
+        problems += self._pipeline_problems()
         if problems:
             raise ConfigError("\n".join(problems))
         return self
+
+    def _pipeline_problems(self) -> Iterator[str]:
+        """What would stand still, or cannot happen at the same time."""
+        pipeline = self.pipeline
+        if pipeline is None:
+            return
+        samples, n = self.ppo.train_batch_size * self.rollout.n, self.rollout.n
+        if pipeline.buffer_samples < samples:
+            yield f"pipeline.buffer_samples={pipeline.buffer_samples} never holds the {samples} samples of an update; raise it."
+        if pipeline.queue_samples < n:
+            yield f"pipeline.queue_samples={pipeline.queue_samples} does not hold the {n} samples of one prompt; raise it."
+        if self.ppo.advantage == "remax":
+            yield "pipeline: the greedy rollouts of ppo.advantage='remax' belong to one step; use another advantage."
+        if self.engine.get("backend") == "trainer":
+            yield (
+                "pipeline: with engine.backend='trainer' rollouts and updates share the same ranks and cannot overlap; name an "
+                "engine of its own, or delete the section."
+            )

@@ -52,7 +52,7 @@ def correct_rollout(batch: TensorDict, config: RolloutCorrectionConfig) -> dict[
     ``mismatch/is_mean`` of the weights as applied, ``is_max`` of the raw ratios, ``is_outside``: the fraction of tokens
     whose ratio was cut or left out, ``is_ess``: effective sample size of the weights, as a fraction.
     """
-    if config.level == "none":
+    if config.level in (None, "none"):
         return {}
     mask = batch["response_mask"]
     weights, raw = importance_weights(batch["old_log_probs"], batch["rollout_log_probs"], mask, config)

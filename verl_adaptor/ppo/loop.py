@@ -28,7 +28,7 @@ from verl_adaptor.ppo.evaluate import Evaluation, evaluate
 from verl_adaptor.ppo.kl import apply_kl_penalty, kl_controller
 from verl_adaptor.ppo.loss import PolicyLoss, ValueLoss
 from verl_adaptor.ppo.metrics import batch_metrics, check_mismatch, mean_of
-from verl_adaptor.ppo.reward import Reward
+from verl_adaptor.ppo.reward import Reward, Scores
 from verl_adaptor.ppo.rollout import Rollout, rollout_all, sampling_params, single_turn
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
 from verl_adaptor.protocols.requests import mix_seed
@@ -56,6 +56,8 @@ class PPO:
     checkpoints: Checkpoints
     pad_token_id: int = 0
     rollout: Rollout = single_turn
+    new_engine: Callable[[], InferenceEngine] | None = None
+    """Makes another engine in place of one that has failed; None: that ends the run."""
     stop_requested: Callable[[], bool] = lambda: False
     """Asked after every step: True saves a checkpoint and raises KeyboardInterrupt."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
@@ -77,11 +79,12 @@ async def train(run: PPO) -> None:
     while step < run.config.total_steps:
         metrics = await train_step(run, step)
         step += 1
-        if step == run.config.total_steps or (run.evaluation_config.every and step % run.evaluation_config.every == 0):
-            metrics["eval/reward"] = await evaluate_at(run, step)
+        last = step == run.config.total_steps
+        if last or (run.evaluation_config.every and step % run.evaluation_config.every == 0):
+            metrics["eval/reward"] = await evaluate_at(run, step, last=last)
         run.tracker.log(step, metrics)
-        interrupted = run.stop_requested() and step < run.config.total_steps
-        if run.checkpoints.due(step, last=step == run.config.total_steps) or interrupted:
+        interrupted = run.stop_requested() and not last
+        if run.checkpoints.due(step, last=last) or interrupted:
             run.checkpoints.save(run, step)
         if interrupted:
             raise KeyboardInterrupt
@@ -89,9 +92,7 @@ async def train(run: PPO) -> None:
 
 async def train_step(run: PPO, step: int) -> dict[str, float]:
     """One round, and what is to be logged of it."""
-    config, clock = run.config, Clock()
-    seed = mix_seed(run.seed, step)
-
+    config, clock, baselines = run.config, Clock(), None
     with clock("rollout"):
         prompts = [next(run.prompts) for _ in range(config.train_batch_size)]
         trajectories = await rollout_all(
@@ -100,18 +101,45 @@ async def train_step(run: PPO, step: int) -> dict[str, float]:
             prompts,
             run.params,
             n=run.rollout_config.n,
-            seed=seed,
+            seed=mix_seed(run.seed, step),
             timeout_s=run.rollout_config.timeout_s,
         )
     with clock("reward"):
         rewards = await run.reward.score(trajectories)
+    if config.advantage == "remax":
+        with clock("rollout"):
+            baselines = await greedy_baselines(run, prompts)
+    metrics = learn(run, step, trajectories, rewards, clock, baselines)
+    if step >= config.critic_warmup_steps:
+        with clock("weight_sync"):
+            run.engine.update_weights(run.actor.export_weights())
+    return metrics | clock.metrics()
 
+
+def learn(
+    run: PPO,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    rewards: Scores,
+    clock: Clock,
+    baselines: torch.Tensor | None = None,
+) -> dict[str, float]:
+    """From scored samples to updated weights, which the engine has not got yet; what is to be logged of it.
+
+    Args:
+        run: whose actor, critic and reference.
+        step: updates so far.
+        trajectories: B samples, those of one prompt together.
+        rewards: one for each, or one for each of its sampled tokens.
+        clock: gets the seconds of each phase, and the tokens.
+        baselines: [B] ReMax's.
+    """
+    config, seed = run.config, mix_seed(run.seed, step)
     batch = collate(trajectories, pad_token_id=run.pad_token_id)
     batch["token_level_scores"] = spread_rewards(rewards, batch["response_mask"])
     punish_truncated(batch, trajectories, config.missing_eos_penalty)
-    if config.advantage == "remax":
-        with clock("rollout"):
-            batch["reward_baselines"] = await greedy_baselines(run, prompts)
+    if baselines is not None:
+        batch["reward_baselines"] = baselines
 
     with clock("old_log_probs"):
         batch["old_log_probs"], entropy = run.actor.compute_log_probs(batch)
@@ -125,7 +153,9 @@ async def train_step(run: PPO, step: int) -> dict[str, float]:
     kl_metrics = apply_kl_penalty(batch, run.kl, config.kl)
     compute_advantages(batch, config)
     metrics = batch_metrics(batch, trajectories, entropy) | kl_metrics
-    check_mismatch(metrics, run.tracking_config)
+    served = run.engine.policy_version
+    stale = any(t.version_runs and t.policy_version < served for t in trajectories)
+    check_mismatch(metrics, run.tracking_config, stale=stale)
     metrics |= correct_rollout(batch, config.rollout_correction)
     if config.mask_truncated:
         batch["response_mask"] = batch["response_mask"] * finished(trajectories)[:, None]
@@ -138,10 +168,8 @@ async def train_step(run: PPO, step: int) -> dict[str, float]:
         with clock("update_actor"):
             updates = [update_actor(run, mini) for mini in mini_batches(batch, run, seed)]
             metrics = {f"actor/{name}": value for name, value in mean_of(updates).items()} | metrics
-        with clock("weight_sync"):
-            run.engine.update_weights(run.actor.export_weights())
-
-    return metrics | clock.metrics(tokens=int(batch["attention_mask"].sum()))
+    clock.tokens += int(batch["attention_mask"].sum())
+    return metrics
 
 
 def mini_batches(batch: TensorDict, run: PPO, seed: int) -> Iterator[TensorDict]:
@@ -192,7 +220,7 @@ async def greedy_baselines(run: PPO, prompts: Sequence[Prompt]) -> torch.Tensor:
     return torch.tensor(totals, dtype=torch.float32).repeat_interleave(run.rollout_config.n)
 
 
-async def evaluate_at(run: PPO, step: int) -> float:
+async def evaluate_at(run: PPO, step: int, *, last: bool = False) -> float:
     """Mean held-out reward now; kept in `run.evaluations`, some completions in the tracker."""
     evaluation = await evaluate(
         run.rollout,
@@ -205,8 +233,8 @@ async def evaluate_at(run: PPO, step: int) -> float:
         timeout_s=run.rollout_config.timeout_s,
     )
     run.evaluations[step] = evaluation
-    if step in (0, run.config.total_steps):
-        run.tracker.samples("before" if step == 0 else "after", evaluation.samples)
+    if step == 0 or last:
+        run.tracker.samples("after" if last else "before", evaluation.samples)
     return evaluation.mean
 
 
@@ -214,6 +242,8 @@ class Clock:
     """Seconds a phase, for the log."""
 
     def __init__(self) -> None:
+        self.tokens = 0
+        """That were trained on, prompts too."""
         self._start = time.perf_counter()
         self._spent: dict[str, float] = {}
 
@@ -224,8 +254,8 @@ class Clock:
         yield
         self._spent[phase] = self._spent.get(phase, 0.0) + time.perf_counter() - before
 
-    def metrics(self, tokens: int) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """``time/<phase>`` and ``time/step`` in seconds, tokens of the step, and tokens a second over all phases."""
         total = time.perf_counter() - self._start
         spent = {f"time/{phase}": seconds for phase, seconds in self._spent.items()}
-        return {"tokens": tokens, **spent, "time/step": total, "tokens_per_second": tokens / total}
+        return {"tokens": self.tokens, **spent, "time/step": total, "tokens_per_second": self.tokens / total}

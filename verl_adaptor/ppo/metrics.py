@@ -45,15 +45,21 @@ def batch_metrics(batch: TensorDict, trajectories: Sequence[Trajectory], entropy
     return metrics
 
 
-def check_mismatch(metrics: Mapping[str, float], config: TrackingConfig) -> None:
-    """Warn, or stop, when engine and trainer disagree about the same tokens: stale or corrupt weights (C04, C34)."""
+def check_mismatch(metrics: Mapping[str, float], config: TrackingConfig, *, stale: bool = False) -> None:
+    """Warn, or stop, when engine and trainer disagree about the same tokens: stale or corrupt weights (C04, C34).
+
+    Args:
+        metrics: of `batch_metrics`.
+        config: the thresholds.
+        stale: the samples are older than the policy, which is a part of the difference: only the second threshold counts.
+    """
     gap = metrics["mismatch/log_prob"]
     if not gap <= config.mismatch_stop:  # a NaN stops too
         raise EngineError(
             f"engine and trainer differ by {gap:.3f} nats a token on their own samples, over tracking.mismatch_stop="
             f"{config.mismatch_stop}: the engine does not serve the policy that is trained. Check the weight sync."
         )
-    if gap > config.mismatch_warn:
+    if gap > config.mismatch_warn and not stale:
         logger.warning(
             "engine and trainer differ by %.3f nats a token, over mismatch_warn=%s", gap, config.mismatch_warn
         )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
 import numbers
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_adaptor.config import RewardConfig
 from verl_adaptor.errors import ConfigError, RewardError
 from verl_adaptor.objects import check_arguments, load_callable
+from verl_adaptor.ppo.threads import in_daemon_thread
 from verl_adaptor.samples import Trajectory
 
 if TYPE_CHECKING:
@@ -80,30 +79,8 @@ class RewardFunction:
         call = getattr(self.function, "__call__", None)  # noqa: B004  an object with an async __call__ is async too
         if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call):
             return await self.function(trajectories, **self.args)
-        answer: Any = await _in_daemon_thread(lambda: self.function(trajectories, **self.args))
+        answer: Any = await in_daemon_thread(lambda: self.function(trajectories, **self.args), "reward")
         return await answer if isinstance(answer, Awaitable) else answer
-
-
-async def _in_daemon_thread(function: Callable[[], Any]) -> Any:
-    """As `asyncio.to_thread`, but a function that never returns cannot keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    answered: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not answered.done():
-            answered.set_exception(error) if error else answered.set_result(result)
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return await answered
 
 
 def check_scores(answer: Any, trajectories: Sequence[Trajectory], name: str) -> Scores:

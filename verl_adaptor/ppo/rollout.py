@@ -42,11 +42,12 @@ async def rollout_all(
     n: int,
     seed: int,
     timeout_s: float,
+    first: int = 0,
 ) -> list[Trajectory]:
     """n trajectories of each prompt, consecutive, in input order.
 
-    Every sample gets a seed made of `seed`, its prompt's place and its own: a resumed step samples what the
-    interrupted one did. The first failure cancels the rest and is raised.
+    Every sample gets a seed made of `seed`, its prompt's place (the first one's is `first`) and its own: a resumed step
+    samples what the interrupted one did. The first failure cancels the rest and is raised.
 
     Raises:
         ConfigError: `params` change the sampling distribution, so that no trainer could reproduce the log-probs.
@@ -56,8 +57,11 @@ async def rollout_all(
             f"{params} changes the sampling distribution (penalties, logit_bias or min_tokens): its log-probs are not the "
             "policy's. Leave them out of training rollouts; evaluation may use them."
         )
-    seeds = [mix_seed(mix_seed(seed, place), sample) for place in range(len(prompts)) for sample in range(n)]
-    grouped = [p if p.group_id else replace(p, group_id=f"place:{place}") for place, p in enumerate(prompts)]
+    places = range(first, first + len(prompts))
+    seeds = [mix_seed(mix_seed(seed, place), sample) for place in places for sample in range(n)]
+    grouped = [
+        p if p.group_id else replace(p, group_id=f"place:{place}") for place, p in zip(places, prompts, strict=True)
+    ]
     repeated = [prompt for prompt in grouped for _ in range(n)]
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
@@ -72,7 +76,7 @@ async def rollout_all(
             "raise rollout.timeout_s."
         ) from error
     except ExceptionGroup as failures:
-        raise _first(failures) from None
+        raise first_failure(failures) from None
     return [task.result() for task in tasks]
 
 
@@ -97,7 +101,7 @@ async def _checked(rollout: Rollout, engine: InferenceEngine, prompt: Prompt, pa
     return trajectory if trajectory.group_id else replace(trajectory, group_id=prompt.group_id)
 
 
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first leaf, one of our own kind before others."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [failures]

@@ -85,7 +85,7 @@ class SampleRequest:
         at the end.
         """
         if self.done:
-            whole = _decode(tokenizer, self.token_ids)
+            whole = decode_text(tokenizer, self.token_ids)
             added = whole[len(self.text) :] if whole.startswith(self.text) else self._tail(tokenizer)[0]
         else:
             added, complete = self._tail(tokenizer)
@@ -98,8 +98,8 @@ class SampleRequest:
     def _tail(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
         """The text of the tokens not decoded yet, and whether it ends with a whole character."""
         start, stop = self.decoded
-        before = _decode(tokenizer, self.token_ids[start:stop])
-        both = _decode(tokenizer, self.token_ids[start:])
+        before = decode_text(tokenizer, self.token_ids[start:stop])
+        both = decode_text(tokenizer, self.token_ids[start:])
         return both[len(before) :], not both.endswith("\N{REPLACEMENT CHARACTER}")
 
     def completion(self) -> Completion:
@@ -119,8 +119,9 @@ class SampleRequest:
         )
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of a response: without special tokens, otherwise exactly what the tokens say."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -1,0 +1,98 @@
+"""The engine as rollouts see it while its weights change beneath them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from verl_adaptor.protocols.engine import InferenceEngine
+from verl_adaptor.protocols.requests import decode_text, mix_seed
+from verl_adaptor.samples import Completion, Prompt, SamplingParams
+
+
+class GatedEngine:
+    """Hands requests to the engine of the moment; goes on with those that new weights have aborted.
+
+    Whatever else is asked of it is the engine's own. It is for one event loop.
+
+    Args:
+        engine: the first one.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.engine = engine
+        self.running = 0
+        """Requests within the engine."""
+        self._shut = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def agenerate(self, prompt: Any, params: SamplingParams | None = None) -> list[Completion]:
+        """As the engine's, whole whatever became of its weights meanwhile: an aborted response goes on from its tokens.
+
+        What comes after an abort is drawn with a seed of its own, and each token knows the version that sampled it.
+        """
+        wish = params or SamplingParams()
+        found = await self._ask(prompt, wish)
+        return [await self._whole(completion, wish) for completion in found]
+
+    async def _whole(self, completion: Completion, params: SamplingParams) -> Completion:
+        while completion.finish_reason == "abort":
+            so_far = len(completion.token_ids)
+            [more] = await self._ask(
+                Prompt(token_ids=(*completion.prompt_token_ids, *completion.token_ids), group_id=completion.group_id),
+                params.replace(
+                    n=1,
+                    max_tokens=params.max_tokens - so_far,
+                    seed=None if params.seed is None else mix_seed(params.seed + completion.index, so_far),
+                ),
+            )
+            completion = replace(
+                completion,
+                token_ids=(*completion.token_ids, *more.token_ids),
+                log_probs=(*completion.log_probs, *more.log_probs),
+                version_runs=(*completion.version_runs, *more.version_runs),
+                finish_reason=more.finish_reason,
+                text=self._text((*completion.token_ids, *more.token_ids), completion.text + more.text),
+            )
+        return completion
+
+    async def _ask(self, prompt: Any, params: SamplingParams) -> list[Completion]:
+        await self._open.wait()
+        self.running += 1
+        self._idle.clear()
+        try:
+            return await self.engine.agenerate(prompt, params)
+        finally:
+            self.running -= 1
+            if not self.running:
+                self._idle.set()
+
+    def _text(self, token_ids: tuple[int, ...], otherwise: str) -> str:
+        """Of all tokens together: where two parts meet, their texts need not add up."""
+        tokenizer = self.engine.tokenizer
+        return otherwise if tokenizer is None else decode_text(tokenizer, token_ids)
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Within this block no request enters."""
+        self._shut += 1
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._shut -= 1
+            if not self._shut:
+                self._open.set()
+
+    async def settled(self) -> None:
+        """Until no request is within the engine; with the gate shut it stays so."""
+        await self._idle.wait()

@@ -1,0 +1,372 @@
+"""The asynchronous page: rollouts, rewards and updates at the same time, and not one prompt lost.
+
+    prompts -> rollout -> sample queue -> reward -> train buffer -> update -> new weights
+       ^          |  waits while the queue is full       |  full, it drops the oldest
+       '----------'  waits while more would be too stale  '- full or early batches
+
+Each stage is a task of one event loop; what computes runs in threads and in other processes. `ledger` knows where every
+prompt is. The algorithm itself is `learn` of ``loop.py``, the synchronous page; with ``max_staleness=0`` this is the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from verl_adaptor.config.pipeline import PipelineConfig
+from verl_adaptor.errors import EngineError, InvalidRequest, PipelineError, RewardError, VerlAdaptorError
+from verl_adaptor.ppo.buffers import Group, Ledger, SampleQueue, Stage, TrainBuffer
+from verl_adaptor.ppo.gate import GatedEngine
+from verl_adaptor.ppo.loop import PPO, Clock, evaluate_at, learn
+from verl_adaptor.ppo.rates import Admission, RateMatcher
+from verl_adaptor.ppo.reward import Scores
+from verl_adaptor.ppo.rollout import first_failure, rollout_all
+from verl_adaptor.ppo.threads import in_daemon_thread
+from verl_adaptor.ppo.watchdog import Watchdog
+from verl_adaptor.protocols.requests import mix_seed
+
+if TYPE_CHECKING:
+    from verl_adaptor.protocols import InferenceEngine, InFlight
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a stage that waits looks whether the run is to be stopped."""
+
+
+class Pipeline:
+    """One run, its stages overlapping.
+
+    Args:
+        run: as for the synchronous loop.
+        config: how far stages may run ahead.
+    """
+
+    def __init__(self, run: PPO, config: PipelineConfig) -> None:
+        self.run, self.config = run, config
+        if config.max_staleness and run.config.rollout_correction.level is None:
+            correction = run.config.rollout_correction.replace(level="token")
+            run.config = run.config.replace(rollout_correction=correction)
+        batch = run.config.train_batch_size
+        self.total = run.config.total_steps * batch
+        """Prompts to be trained on."""
+        self.step = 0
+        """Updates so far."""
+        self.ledger = Ledger()
+        self.queue = SampleQueue(config.queue_samples, config.queue_bytes)
+        self.buffer = TrainBuffer(config.buffer_samples, config.buffer_bytes)
+        self.admission = Admission(config.max_staleness, batch)
+        self.rates = RateMatcher(config, config.concurrency or (config.max_staleness + 1) * batch, batch)
+        self.gate = GatedEngine(run.engine)
+        self.watchdog = Watchdog(config.stall_timeout_s, run.checkpoints.folder.parent / "stacks.txt")
+        self._restarts = 0
+        self._rolling: dict[int, tuple[Group, int]] = {}
+        """By place: what is rolled out, and the version that was served when it began."""
+        self._scoring: dict[int, Group] = {}
+        self._again: list[Group] = []
+        """Restored prompts whose rollouts begin again."""
+        self._next_place = 0
+        self._room = asyncio.Condition()
+        """Told whenever a rollout may be let in that was not before."""
+        self._position = run.prompts.state_dict()
+        """Of the prompts, after the last that was admitted."""
+        self._mending = asyncio.Lock()
+        self._actor = asyncio.Lock()
+        """Held while the actor computes, or hands out its weights."""
+
+    async def train(self) -> None:
+        """All updates that are left; resumes from the newest checkpoint where there is one.
+
+        Raises:
+            PipelineError: a stage failed or stands still; names it, and what made it fail is its cause.
+            KeyboardInterrupt: `run.stop_requested`; a checkpoint is saved.
+        """
+        run = self.run
+        self.step = run.checkpoints.restore(run, self.load_state_dict)
+        await self._sync("wait")
+        if self.step == 0:
+            await evaluate_at(run, 0)
+        try:
+            async with asyncio.TaskGroup() as stages:
+                others = [
+                    stages.create_task(self._named("rollout", self._rollouts())),
+                    stages.create_task(self._named("reward", self._rewards())),
+                    stages.create_task(self.watchdog.watch(self.ledger.check)),
+                ]
+                await self._named("update", self._updates())
+                for task in others:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+
+    async def _named(self, stage: Stage, work: Coroutine[Any, Any, None]) -> None:
+        """A stage's work; what makes it fail is told with its name."""
+        try:
+            await work
+        except PipelineError:
+            raise
+        except BaseExceptionGroup as failures:
+            raise _failed(stage, first_failure(failures)) from first_failure(failures)
+        except Exception as error:
+            raise _failed(stage, error) from error
+
+    # -- prompts -> rollout -> sample queue ----------------------------------------------------------------------
+
+    async def _rollouts(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                async with self._room:
+                    await self._room.wait_for(self._may_enter)
+                group = self._again.pop(0) if self._again else await self._read()
+                self._rolling[group.place] = group, self.run.engine.policy_version
+                tasks.create_task(self._roll(group))
+
+    def _may_enter(self) -> bool:
+        if len(self._rolling) >= self.rates.concurrency:
+            return False
+        return bool(self._again) or self.admission.room(self.ledger.trained, self.ledger.in_flight) > 0
+
+    async def _read(self) -> Group:
+        """The next prompt, admitted. A source may take its time: nothing else waits for it, a checkpoint neither."""
+        prompts = self.run.prompts
+        prompt, self._position = await in_daemon_thread(lambda: (next(prompts), prompts.state_dict()), "prompts")
+        group = Group(place=self._next_place, prompt=prompt)
+        self._next_place += 1
+        self.ledger.admit(group.place)
+        return group
+
+    async def _roll(self, group: Group) -> None:
+        run = self.run
+        step, place = divmod(group.place, run.config.train_batch_size)
+        with self.watchdog.busy("rollout"):
+            while True:
+                engine = self.gate.engine
+                try:
+                    trajectories = await rollout_all(
+                        run.rollout,
+                        self.gate,  # type: ignore[arg-type]
+                        [group.prompt],
+                        run.params,
+                        n=run.rollout_config.n,
+                        seed=mix_seed(run.seed, step),
+                        first=place,
+                        timeout_s=run.rollout_config.timeout_s,
+                    )
+                    break
+                except InvalidRequest:
+                    raise
+                except EngineError as error:
+                    await self._mend(engine, error)
+        group = replace(group, trajectories=tuple(trajectories))
+        self._rolling[group.place] = group, group.version
+        await self.queue.put(group)
+        del self._rolling[group.place]
+        self.ledger.move([group], "sample_queue")
+        self.rates.arrived(self.queue.pressure)
+        await self._let_in()
+
+    async def _let_in(self) -> None:
+        async with self._room:
+            self._room.notify_all()
+
+    # -- sample queue -> reward -> train buffer ------------------------------------------------------------------
+
+    async def _rewards(self) -> None:
+        places = asyncio.Semaphore(self.config.reward_calls)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await places.acquire()
+                groups = await self.queue.take(self.config.reward_samples)
+                self.ledger.move(groups, "reward")
+                self._scoring |= {group.place: group for group in groups}
+                tasks.create_task(self._score(groups, places))
+
+    async def _score(self, groups: Sequence[Group], places: asyncio.Semaphore) -> None:
+        try:
+            with self.watchdog.busy("reward"):
+                scores = await self.run.reward.score([t for group in groups for t in group.trajectories])
+        except RewardError as error:
+            if self.config.on_reward_failure == "stop":
+                raise
+            logger.warning("%d prompts are dropped without their rewards: %s", len(groups), error)
+            self._unscored(groups)
+            return await self._drop(groups, "reward_failed")
+        finally:
+            places.release()
+        self._unscored(groups)
+        for group in groups:
+            its, scores = scores[: len(group.trajectories)], scores[len(group.trajectories) :]
+            if self.config.drop_silent and _silent(its):
+                await self._drop([group], "silent")
+                continue
+            gone = await self.buffer.put(group.scored(its))
+            self.ledger.move([group], "train_buffer")
+            await self._drop(gone, "overflow")
+        return None
+
+    def _unscored(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            del self._scoring[group.place]
+
+    async def _drop(self, groups: Sequence[Group], reason: str) -> None:
+        """Count them, and let others in instead."""
+        if groups:
+            self.ledger.drop(groups, reason)
+            await self._let_in()
+
+    # -- train buffer -> update -> new weights -------------------------------------------------------------------
+
+    async def _updates(self) -> None:
+        run, clock = self.run, Clock()
+        while self.ledger.trained < self.total:
+            with clock("wait"):
+                groups = await self._batch()
+            self.ledger.move(groups, "update")
+            metrics = self._levels(groups)
+            async with self._actor:
+                with self.watchdog.busy("update"):
+                    metrics |= await in_daemon_thread(lambda: self._learn(groups, clock), "update")  # noqa: B023 awaited here
+            self.step += 1
+            with clock("weight_sync"):
+                await self._sync(self.config.in_flight)
+            self.ledger.train(groups)
+            await self._let_in()
+            metrics |= self.ledger.metrics() | self.rates.metrics()
+            last = self.ledger.trained >= self.total
+            if last or (run.evaluation_config.every and self.step % run.evaluation_config.every == 0):
+                metrics["eval/reward"] = await evaluate_at(run, self.step, last=last)
+            run.tracker.log(self.step, metrics | clock.metrics())
+            clock = Clock()
+            if run.checkpoints.due(self.step, last=last):
+                await self._save()
+
+    async def _batch(self) -> list[Group]:
+        """The oldest prompts of a whole or an early update, in the order of the data."""
+        left = self.total - self.ledger.trained
+        while True:
+            if self.run.stop_requested():
+                await self._save()
+                raise KeyboardInterrupt
+            oldest = self.run.engine.policy_version - self.config.max_staleness
+            await self._drop(await self.buffer.remove_older(oldest), "stale")
+            wanted = min(self._wanted(), left)
+            if len(self.buffer) >= wanted:
+                groups = await self.buffer.take(min(self.run.config.train_batch_size, left))
+                self.rates.early_updates += len(groups) < min(self.run.config.train_batch_size, left)
+                return sorted(groups, key=lambda group: group.place)
+            await self.buffer.wait(wanted, POLL_S)
+
+    def _wanted(self) -> int:
+        """An early update must not make samples too old that are on their way."""
+        wanted = self.rates.wanted(len(self.buffer))
+        on_their_way = [version for _, version in self._rolling.values()]
+        on_their_way += [group.version for group in (*self.queue.groups, *self._scoring.values())]
+        next_version = self.run.engine.policy_version + 1
+        if min(on_their_way, default=next_version) < next_version - self.config.max_staleness:
+            return self.run.config.train_batch_size
+        return wanted
+
+    def _learn(self, groups: Sequence[Group], clock: Clock) -> dict[str, float]:
+        trajectories = [t for group in groups for t in group.trajectories]
+        rewards: Scores = [reward for group in groups for reward in group.rewards]
+        return learn(self.run, self.step, trajectories, rewards, clock)
+
+    def _levels(self, groups: Sequence[Group]) -> dict[str, float]:
+        """What the next update is made of, and how full the buffers are."""
+        now = self.run.engine.policy_version
+        ages = [now - group.version for group in groups]
+        return {
+            "pipeline/prompts": float(len(groups)),
+            "pipeline/staleness_mean": sum(ages) / len(ages),
+            "pipeline/staleness_max": float(max(ages)),
+            "pipeline/queue_samples": float(self.queue.samples),
+            "pipeline/queue_bytes": float(self.queue.nbytes),
+            "pipeline/buffer_samples": float(self.buffer.samples),
+            "pipeline/buffer_bytes": float(self.buffer.nbytes),
+        }
+
+    async def _sync(self, in_flight: InFlight) -> None:
+        """The actor's weights into the engine, whatever of it is left."""
+        engine = self.gate.engine
+        try:
+            with self.gate.shut(), self.watchdog.busy("weight_sync"):
+                if in_flight == "wait":
+                    await self.gate.settled()
+                await self._update(engine, in_flight)
+        except EngineError as error:
+            await self._mend(engine, error)
+
+    async def _update(self, engine: InferenceEngine, in_flight: InFlight) -> None:
+        async with self._actor:
+            await in_daemon_thread(
+                lambda: engine.update_weights(self.run.actor.export_weights(), in_flight=in_flight), "weight_sync"
+            )
+
+    async def _mend(self, failed: InferenceEngine, error: EngineError) -> None:
+        """A new engine in place of the failed one, with the newest weights; who finds it replaced already has nothing to do."""
+        async with self._mending:
+            if self.gate.engine is not failed:
+                return
+            if self.run.new_engine is None or self._restarts >= self.config.engine_restarts:
+                raise error
+            self._restarts += 1
+            most = self.config.engine_restarts
+            logger.warning("the engine failed and is made anew (%d of %d): %s", self._restarts, most, error)
+            with self.gate.shut(), self.watchdog.busy("engine"):
+                with suppress(VerlAdaptorError):
+                    await in_daemon_thread(failed.close, "engine")
+                engine = await in_daemon_thread(self.run.new_engine, "engine")
+                await self._update(engine, "wait")
+                self.run.engine = self.gate.engine = engine
+
+    # -- resume --------------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        """A checkpoint: everything that is in flight is in it."""
+        state = self.state_dict()
+        async with self._actor:
+            with self.watchdog.busy("checkpoint"):
+                await in_daemon_thread(lambda: self.run.checkpoints.save(self.run, self.step, state), "checkpoint")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, and all groups in flight as far as they have come. There is no update running."""
+        rolling = [group for group, _ in self._rolling.values()]
+        groups = [*self._again, *rolling, *self.queue.groups, *self._scoring.values(), *self.buffer.groups]
+        return {
+            "ledger": self.ledger.state_dict(),
+            "prompts": self._position,
+            "next_place": self._next_place,
+            "groups": groups,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`, before anything runs: what was rolled out is scored next, what was not is rolled out first."""
+        self.ledger.load_state_dict(state["ledger"])
+        self.run.prompts.load_state_dict(state["prompts"])
+        self._position, self._next_place = state["prompts"], state["next_place"]
+        for group in state["groups"]:
+            self.ledger.admit(group.place)
+            if group.rewards:
+                self.buffer.restore(group)
+                self.ledger.move([group], "train_buffer")
+            elif group.trajectories:
+                self.queue.restore(group)
+                self.ledger.move([group], "sample_queue")
+            else:
+                self._again.append(group)
+
+
+def _failed(stage: str, error: BaseException) -> PipelineError:
+    return PipelineError(
+        f"stage {stage} failed: {type(error).__name__}: {error} Resume from the newest checkpoint once it is mended.",
+        stage=stage,
+    )
+
+
+def _silent(rewards: Scores) -> bool:
+    """All the same: no sample is better than another."""
+    return all(reward == rewards[0] for reward in rewards)
