@@ -15,7 +15,7 @@
     ├── ModelError                  a model folder is missing, incomplete or of a kind we cannot drive
     ├── DataError                   prompts cannot be read (file, column, type)
     ├── BatchError                  a training batch lacks a key or has a wrong shape (also a ValueError)
-    ├── RewardError                 a reward function raised, or returned the wrong count or a NaN
+    ├── RewardError                 rewards failed: a function raised, a service gave none, or a count or value is wrong
     ├── EngineError
     │   ├── InvalidRequest          one request is refused; the others live on (also a ValueError)
     │   ├── EngineClosed            used after close()
@@ -92,7 +92,7 @@ class BatchError(VerlAdaptorError, ValueError):
 
 
 class RewardError(VerlAdaptorError):
-    """A reward function raised, or its answer is not one finite number for each trajectory."""
+    """A reward function raised, a reward service gave no answer, or the answer is not one finite number for each trajectory."""
 
 
 class EngineError(VerlAdaptorError):

@@ -13,8 +13,11 @@ from verl_adaptor.errors import ConfigError, nearest
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package, found by their bare name."""
-MAY_CHANGE = ("tracking", "checkpoint", "evaluation.every")
+PATIENCE = tuple(f"reward.{name}" for name in ("batch_size", "concurrency", "retries", "backoff_s", "timeout_s"))
+MAY_CHANGE = ("tracking", "checkpoint", "evaluation.every", *PATIENCE)
 """What may differ between a run and its resumption: the numbers of the steps do not depend on it."""
+MAY_MOVE = ("reward.url",)
+"""Addresses of what may be elsewhere when a run is resumed; there must have been one, and be one."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -61,12 +64,17 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Dotted keys whose values differ, those in `MAY_CHANGE` left out; a sentence each."""
+    """Dotted keys whose values differ, those in `MAY_CHANGE` and what has moved left out; a sentence each."""
     before, after = dict(_flat(old)), dict(_flat(new))
+
+    def allowed(key: str) -> bool:
+        moved = key in MAY_MOVE and None not in (before.get(key), after.get(key))
+        return moved or any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
+
     return [
         f"{key}: {before.get(key)!r} then, {after.get(key)!r} now"
         for key in dict.fromkeys((*before, *after))
-        if before.get(key) != after.get(key) and not any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
+        if before.get(key) != after.get(key) and not allowed(key)
     ]
 
 

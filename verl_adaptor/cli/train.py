@@ -65,7 +65,8 @@ def _serve(recipe: Path, overrides: Sequence[str]) -> None:
     try:
         checked = load_recipe(recipe, overrides)
         # longest that the first rank is busy without its peers: rollouts and rewards of a step and of an evaluation
-        idle_s += 2 * (checked.rollout.timeout_s + checked.reward.timeout_s)
+        samples = max(checked.ppo.train_batch_size * checked.rollout.n, checked.evaluation.prompts)
+        idle_s += 2 * (checked.rollout.timeout_s + checked.reward.longest_s(samples))
     except VerlAdaptorError:
         pass  # the first rank says so
     _quiet()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from verl_adaptor.config.base import Config, ObjectPath, PositiveInt
 from verl_adaptor.config.pipeline import PipelineConfig
@@ -69,8 +71,25 @@ class DataConfig(Config):
         return self
 
 
+LONGEST_PAUSE_S = 60.0
+"""Longest pause before a request to a reward service is repeated, in seconds, whatever backoff or service ask for."""
+
+
+def _http_url(value: str) -> str:
+    try:
+        url = urlsplit(value)
+        fits = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # a port that is none, a bracket that stays open
+        fits = False
+    if not fits:
+        raise ValueError(f"{value!r} is no address of a service; write 'http://host:port/path', or https.")
+    if url.username is not None or url.password is not None:
+        raise ValueError("it holds a user or password, which would end in config.yaml and in logs; leave them out.")
+    return value
+
+
 class RewardConfig(Config):
-    """Who scores responses. All None: the task's own scorer."""
+    """Who scores responses: at most one of function, model and url. All None: the task's own scorer."""
 
     function: ObjectPath | None = None
     """``(trajectories) -> list[float]``, sync or async; may also return one float list a trajectory (dense)."""
@@ -78,16 +97,48 @@ class RewardConfig(Config):
     """Folder of a sequence-classification model with one label."""
     model_batch_size: PositiveInt = 16
     """Responses that the reward model scores in one forward."""
+    url: Annotated[str, AfterValidator(_http_url)] | None = None
+    """Address of a reward service, which is sent samples as JSON: ``http://host:port/path``. See docs/rewards.md."""
+    batch_size: PositiveInt = 16
+    """Samples in one request to the service."""
+    concurrency: PositiveInt = 8
+    """Most requests that the service has at a time."""
+    retries: Annotated[int, Field(ge=0, le=100)] = 5
+    """How often a request is repeated that found no service, no answer in time, or no answer that can be read."""
+    backoff_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Longest pause before the first repetition, in seconds. It doubles with each one, up to 60; the pause is drawn
+    between 0 and that, and what the service asks for with Retry-After comes on top (60 at most, together)."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest that the function may take for the samples of one step, in seconds."""
+    """Longest wait for an answer, in seconds: of the function for the samples of one step, of the service for one request,
+    its connection included. Repetitions have each their own."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
     @model_validator(mode="after")
     def _one_source(self) -> RewardConfig:
-        if self.function and self.model:
-            raise ConfigError("function and model exclude each other; set one to null.")
+        given = [name for name in ("function", "model", "url") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} exclude each other; keep one, set the rest to null.")
         return self
+
+    @model_validator(mode="after")
+    def _all_read(self) -> RewardConfig:
+        readers = dict.fromkeys(("batch_size", "concurrency", "retries", "backoff_s"), "url")
+        idle = [
+            f"{name}={getattr(self, name)!r} is for reward.{reader}, which is not set; delete it."
+            for name, reader in {"model_batch_size": "model", **readers}.items()
+            if getattr(self, reader) is None and getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if idle:
+            raise ConfigError("\n".join(idle))
+        return self
+
+    def longest_s(self, samples: int) -> float:
+        """Longest that scoring this many samples may take, in seconds, pauses and repetitions included."""
+        if self.url is None:
+            return self.timeout_s
+        rounds = math.ceil(math.ceil(samples / self.batch_size) / self.concurrency)
+        return rounds * ((self.retries + 1) * self.timeout_s + self.retries * LONGEST_PAUSE_S)
 
 
 class EvaluationConfig(Config):

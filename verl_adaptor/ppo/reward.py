@@ -1,4 +1,4 @@
-"""Who scores responses: a function of yours, a reward model, or the task's own scorer. All are a `Reward`."""
+"""Who scores responses: a function of yours, a reward model, a service, or the task's own scorer. All are a `Reward`."""
 
 from __future__ import annotations
 
@@ -83,8 +83,17 @@ class RewardFunction:
         return await answer if isinstance(answer, Awaitable) else answer
 
 
-def check_scores(answer: Any, trajectories: Sequence[Trajectory], name: str) -> Scores:
+def check_scores(
+    answer: Any, trajectories: Sequence[Trajectory], name: str, *, kind: str = "reward function", first: int = 0
+) -> Scores:
     """The answer of a reward function as plain floats.
+
+    Args:
+        answer: one reward a trajectory, or a list of them for its sampled tokens.
+        trajectories: what was scored.
+        name: whose answer it is, for errors.
+        kind: what that is.
+        first: number of the first trajectory, where these are a part of more.
 
     Raises:
         RewardError: it is no sequence, has the wrong length, or holds something that is no finite number; the message
@@ -93,15 +102,13 @@ def check_scores(answer: Any, trajectories: Sequence[Trajectory], name: str) -> 
     rewards = _plain(answer)
     if not isinstance(rewards, list | tuple):
         raise RewardError(
-            f"reward function {name} returned a {type(answer).__name__}; it must return a list with one reward a trajectory."
+            f"{kind} {name} returned a {type(answer).__name__}; it must return a list with one reward a trajectory."
         )
     if len(rewards) != len(trajectories):
-        raise RewardError(
-            f"reward function {name} returned {len(rewards)} rewards for {len(trajectories)} trajectories."
-        )
+        raise RewardError(f"{kind} {name} returned {len(rewards)} rewards for {len(trajectories)} trajectories.")
     return [
-        _check_one(_plain(reward), trajectory, f"reward function {name}, trajectory {index}")
-        for index, (reward, trajectory) in enumerate(zip(rewards, trajectories, strict=True))
+        _check_one(_plain(reward), trajectory, f"{kind} {name}, trajectory {index}")
+        for index, (reward, trajectory) in enumerate(zip(rewards, trajectories, strict=True), first)
     ]
 
 
@@ -135,6 +142,7 @@ def load_reward(config: RewardConfig, task: Task | None) -> Reward:
     Raises:
         ConfigError: nothing scores, the function does not exist or does not take its arguments.
         ModelError: the reward model cannot be used.
+        BackendNotInstalled: what asks a service is not installed.
     """
     if config.function is not None:
         return RewardFunction(
@@ -149,8 +157,13 @@ def load_reward(config: RewardConfig, task: Task | None) -> Reward:
         from verl_adaptor.ppo.reward_model import SequenceClassificationReward
 
         return SequenceClassificationReward(config.model, batch_size=config.model_batch_size)
+    if config.url is not None:
+        from verl_adaptor.ppo.reward_http import RewardService
+
+        return RewardService(config)
     if task is not None:
         return RewardFunction(task.score, name=f"{type(task).__name__}.score", timeout_s=config.timeout_s)
     raise ConfigError(
-        "nothing scores the responses: set reward.function ('module:function'), reward.model, or a data.task that has a scorer."
+        "nothing scores the responses: set reward.function ('module:function'), reward.model, reward.url, or a data.task that "
+        "has a scorer."
     )
