@@ -171,7 +171,16 @@ def test_every_method_reaches_the_ranks() -> None:
     """What a backend may write, the trainer that stands for it here passes on."""
     hooks = {name for name, found in vars(TrainerBackend).items() if callable(found) and not name.startswith("__")}
     default = {name for name in hooks if not name.startswith("_") and f"_{name}" in hooks}
-    checks = {"_check", "_check_open", "_check_alive", "_check_trainable", "_unsupported", "check_exported", "close"}
+    checks = {
+        "_signed",
+        "_check",
+        "_check_open",
+        "_check_alive",
+        "_check_trainable",
+        "_unsupported",
+        "check_exported",
+        "close",
+    }
     assert hooks - default - checks <= vars(RemoteTrainer).keys()
 
 
