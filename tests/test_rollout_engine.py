@@ -118,8 +118,10 @@ def test_an_update_finds_all_ranks_whichever_of_them_has_requests(name: str, ben
         assert [version for version, _ in sample[0].version_runs] == [0, 1]
 
 
-def test_a_busy_engine_scores_with_no_weights_that_it_does_not_know(bench: Bench) -> None:
-    with bench.trainer(learning_rate=0.05) as trainer, trainer.rollout_engine() as engine:
+@pytest.mark.parametrize("name", ["hf", "hf x2"])
+def test_a_busy_engine_scores_with_no_weights_that_it_does_not_know(name: str, bench: Bench) -> None:
+    """One row, so that one of two ranks has none: it refuses as well, and the ranks live on."""
+    with make(bench, name, learning_rate=0.05) as trainer, trainer.rollout_engine() as engine:
         sample = engine._expand([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         engine._enter(sample)
         engine._dispatch.advance()
@@ -127,6 +129,8 @@ def test_a_busy_engine_scores_with_no_weights_that_it_does_not_know(bench: Bench
         with pytest.raises(EngineError, match="gone on"):
             engine.score([[5, 6]])
         engine._dispatch.leave(sample)
+        engine.update_weights(trainer.export_weights())
+        assert len(engine.score([[5, 6]])[0]) == 1
 
 
 @pytest.mark.parametrize("backend", ["hf", "fsdp", "zero"])

@@ -163,8 +163,20 @@ def test_the_gate_holds_requests_while_the_engine_changes() -> None:
         assert before.done() and not during.done(), "nothing runs between settling and opening"
         client.open()
         assert await asyncio.wait_for(during, 5) == ["first", "last"]
-        with pytest.raises(InvalidRequest, match=r"engine\.score"):
-            await anext(client.generate({}, VLLMParams(prompt_logprobs=1), "scored"))
+        finish.clear()  # two that chose the same name, one of them never read on
+        stalled, same = client.generate({}, VLLMParams(), "twice"), asyncio.ensure_future(request("twice"))
+        assert await anext(stalled) == "first"
+        settled = asyncio.ensure_future(client.settle("wait"))
+        await asyncio.sleep(0.01)
+        assert not settled.done()
+        finish.set()
+        await asyncio.wait_for(settled, 5)
+        assert await asyncio.wait_for(same, 5) == ["first", "last"]
+        await stalled.aclose()
+        client.open()
+        for refused in ({"prompt_logprobs": 1}, {"logprob_token_ids": [5]}):
+            with pytest.raises(InvalidRequest, match=next(iter(refused))):
+                await anext(client.generate({}, VLLMParams(**refused), "refused"))
 
     asyncio.run(scenario())
 
@@ -194,6 +206,8 @@ def test_http_gives_what_the_engine_gives_before_and_after_an_update(
         drawn = ask(f"{url}/v1/completions", body)[2]["choices"]
         assert len({tuple(choice["token_ids"]) for choice in drawn}) == 4, "n samples are independent"
         assert ask(f"{url}/v1/completions", {**body, "prompt_logprobs": 1})[0] == 400
+        status, _, answer = ask(f"{url}/v1/completions", {**body, "use_beam_search": True})
+        assert status == 400 and "beam search is not served" in answer["error"]["message"]
         assert ask(f"{url}/policy_version")[2] == {"policy_version": 0}
 
         with ThreadPoolExecutor(2) as threads:
@@ -225,6 +239,9 @@ def test_http_gives_what_the_engine_gives_before_and_after_an_update(
             status, _, answer = ask(f"{url}/update_weights", wrong)
             assert status == 400 and told in answer["error"]["message"]
         assert engine.policy_version == 8 and complete(url)["token_ids"] == list(mine.token_ids)
+        with ThreadPoolExecutor(2) as threads:
+            asked = [threads.submit(ask, f"{url}/update_weights", {"path": bench.path}) for _ in range(2)]
+            assert sorted(answer.result(60)[2]["policy_version"] for answer in asked) == [9, 10]
 
         engine.pause()
         with ThreadPoolExecutor(1) as threads:
@@ -258,6 +275,8 @@ def test_after_a_torn_update_http_refuses_and_nothing_hangs(bench: Bench, engine
         status, _, answer = ask(f"{served.url}/v1/completions", body)
         assert status == 500 and "half-way" in answer["error"]["message"]
         assert ask(f"{served.url}/health")[0] == 503
+        with pytest.raises(EngineError, match="half-way"):
+            served.check()
         start = time.monotonic()
         engine.close()
         assert time.monotonic() - start < 30

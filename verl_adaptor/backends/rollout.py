@@ -7,7 +7,7 @@ holds the model whole anyway lends its parameters, and nothing is copied at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,14 +94,13 @@ class RolloutEngine(DecodingEngine):
             parameter.untyped_storage().resize_(0)
 
     def _step(self) -> list[Delta]:
-        if self._lends:
-            self._check_fresh()  # what is lent changes with the trainer
+        self._check_lent()
         return super()._step()
 
-    def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _check_lent(self) -> None:
+        """What is lent changes with the trainer, also while the engine is awake."""
         if self._lends:
-            self._check_fresh()  # as in a step: it may have been awake before the trainer went on
-        return super()._score(token_ids, temperature)
+            self._check_fresh()
 
     # -- weights -------------------------------------------------------------------------------------------------
 

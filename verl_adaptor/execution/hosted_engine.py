@@ -102,6 +102,7 @@ class HostedEngine:
             owners: the replica of each row.
             temperature: divides the logits.
         """
+        self._engine._check_lent()  # on all ranks, whichever have rows: a rank alone that raises ends the group
         replica, reports = self._engine.place
         own = [number for number, owner in enumerate(owners) if owner == replica]
         if self._engine.scores_together:

@@ -187,6 +187,7 @@ class InferenceEngine(abc.ABC):
         with self._lock:
             self._check_serving()
             with self._dispatch.awake():
+                self._check_lent()
                 return self._score(token_ids, temperature)
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -211,8 +212,8 @@ class InferenceEngine(abc.ABC):
             self._check_serving()
             self._check_update(update)
             self._settle(in_flight)
-            self._dispatch.book(self._halt())
             try:
+                self._dispatch.book(self._halt())
                 self._load(update)
             except BaseException as error:
                 self._broken = error  # some tensors may be new and others old: never serve that
@@ -221,6 +222,10 @@ class InferenceEngine(abc.ABC):
             self._version = update.version
             self._go_on()
             self._dispatch.flush()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Within this block no other thread changes the engine: read the version, and make the next."""
+        return self._lock
 
     # -- serving over HTTP ---------------------------------------------------------------------------------------
 
@@ -293,6 +298,9 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     def _drop(self, keys: Sequence[tuple[str, int]]) -> None:
         """Forget these samples and free their places; unknown keys are ignored."""
+
+    def _check_lent(self) -> None:  # noqa: B027
+        """Before `_score`: raise `EngineError` where the weights are another's, which has changed them."""
 
     @abc.abstractmethod
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]: ...

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm.lora.request import LoRARequest
@@ -44,6 +45,7 @@ class PolicyAdapters:
             if name.endswith(".weight") and len(shape) == 2 and shape[0] != model.vocab_size and ".experts." not in name
         }
         self._folder = folder
+        self._written: tempfile.TemporaryDirectory[str] | None = None
         self.base: tuple[str, int] | None = None
         """The source of the base that the core has, where a trainer has sent it."""
 
@@ -88,22 +90,36 @@ class PolicyAdapters:
         """The base alone."""
         layer, (out, into) = next(iter(self._shapes.items()))
         zeros = {f"{layer}.lora_A.weight": torch.zeros(1, into), f"{layer}.lora_B.weight": torch.zeros(out, 1)}
-        self._load(core, zeros, rank=1, alpha=1.0, layers=[layer])
+        self._write(zeros, rank=1, alpha=1.0, layers=[layer])
+        self.load(core)
 
-    def load(self, core: Any, update: AdapterUpdate, tensors: Mapping[str, Tensor]) -> None:
-        """Replace it, on all workers."""
-        self._load(core, tensors, rank=update.rank, alpha=update.alpha, layers=update.layers)
+    def bring(self, update: AdapterUpdate, tensors: Mapping[str, Tensor]) -> None:
+        """Have them where the workers find them; requests run with the ones before.
 
-    def _load(
-        self, core: Any, tensors: Mapping[str, Tensor], *, rank: int, alpha: float, layers: Iterable[str]
-    ) -> None:
+        Raises:
+            WeightUpdateError: their files cannot be written.
+        """
+        try:
+            self._write(tensors, rank=update.rank, alpha=update.alpha, layers=update.layers)
+        except (OSError, SafetensorError) as error:
+            raise WeightUpdateError(
+                f"adapters cannot be written ({error}) and nothing was changed; set weight_folder to a folder with room."
+            ) from error
+
+    def load(self, core: Any) -> None:
+        """Requests run with what was written, on all workers."""
+        assert self._written is not None  # by `clear` or `bring`
+        with self._written as folder:
+            core.call("adaptor_load_adapters", folder)
+        self._written = None
+
+    def _write(self, tensors: Mapping[str, Tensor], *, rank: int, alpha: float, layers: Iterable[str]) -> None:
         targets = sorted({layer.rpartition(".")[2] for layer in layers})
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
-        with tempfile.TemporaryDirectory(prefix="verl-adaptor-adapters-", dir=self._folder) as name:
-            folder = Path(name)
-            save_file(
-                {f"base_model.model.{part}": tensor.contiguous() for part, tensor in tensors.items()},
-                folder / "adapter_model.safetensors",
-            )
-            (folder / "adapter_config.json").write_text(json.dumps(config))
-            core.call("adaptor_load_adapters", str(folder))
+        self._written = tempfile.TemporaryDirectory(prefix="verl-adaptor-adapters-", dir=self._folder)
+        folder = Path(self._written.name)
+        save_file(
+            {f"base_model.model.{part}": tensor.contiguous() for part, tensor in tensors.items()},
+            folder / "adapter_model.safetensors",
+        )
+        (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 from vllm import SamplingParams as VLLMParams
@@ -58,11 +60,12 @@ class Client:
         self._llm = llm = cores[0].llm
         self._engine = engine
         self._held = held
-        self._check = check
+        self.check = check
         self._shut = False
         self._failed = False
-        self._running: dict[str, int] = {}
-        """Which core has each request."""
+        self._running: dict[int, tuple[int, str]] = {}
+        """Core and name of each request. Names are the clients' choice, and two may choose the same."""
+        self._numbers = itertools.count()
         if engine.tokenizer is None:
             llm.renderer.get_tokenizer = no_tokenizer  # vLLM's sentence names a setting that is not the client's
         self.model_config = copy.copy(llm.model_config)
@@ -77,27 +80,34 @@ class Client:
         """As vLLM's, once the gate is open; `EngineError` where a weight update fails meanwhile."""
         params = self._params(sampling_params)
         await self._enter()
-        loads = list(self._running.values())
-        number = self._running[request_id] = min(range(len(self._cores)), key=loads.count)
+        loads = [core for core, _ in self._running.values()]
+        chosen, number = min(range(len(self._cores)), key=loads.count), next(self._numbers)
+        self._running[number] = chosen, request_id
         used = versions_used.get()
         if used is not None:
             used.append(self._engine.policy_version)
-        try:
-            core = self._cores[number]
-            outputs = _outputs(core, prompt, params, request_id, **{**more, "lora_request": core.adapters})
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    if self._failed:
-                        raise EngineError("a weight update failed half-way; close this engine and create a new one.")
-                    yield output
-        finally:
-            self._running.pop(request_id, None)
+        core = self._cores[chosen]
+        outputs = _outputs(
+            core, prompt, params, request_id, partial(self._ended, number), **{**more, "lora_request": core.adapters}
+        )
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if self._failed:
+                    raise EngineError("a weight update failed half-way; close this engine and create a new one.")
+                yield output
+
+    def _ended(self, number: int) -> None:
+        self._running.pop(number, None)
 
     def _params(self, params: VLLMParams) -> VLLMParams:
         if params.prompt_logprobs is not None:
             raise InvalidRequest(
                 "log-probs of a prompt (prompt_logprobs, or echo with logprobs) are not served over HTTP, where their "
                 "temperature cannot be told; call engine.score(token_ids, temperature) where the engine was made."
+            )
+        if params.logprob_token_ids is not None:
+            raise InvalidRequest(
+                "logprob_token_ids is not served here; ask for logprobs, which are of the likeliest tokens."
             )
         if self._engine.tokenizer is None and (params.stop or params.bad_words):
             no_tokenizer("stop strings and bad words")
@@ -109,7 +119,7 @@ class Client:
         try:
             async with asyncio.timeout(GATE_S):
                 while True:
-                    self._check()
+                    self.check()
                     if not (self._shut or self._held()):
                         return
                     await asyncio.sleep(POLL_S)
@@ -119,7 +129,7 @@ class Client:
     async def check_health(self) -> None:
         """As vLLM's; a failed weight update is no health either."""
         try:
-            self._check()
+            self.check()
         except EngineError as error:
             raise EngineDeadError(str(error)) from error
         for core in self._cores:
@@ -156,7 +166,7 @@ class Client:
 
     async def _abort(self) -> None:
         for number, core in enumerate(self._cores):
-            names = [name for name, its in self._running.items() if its == number]
+            names = [name for its, name in self._running.values() if its == number]
             if names:
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(core.llm.abort(names), core.loop))
 
@@ -166,24 +176,31 @@ class Client:
 
 
 async def _outputs(
-    core: CoreBeside, prompt: Any, params: VLLMParams, request_id: str, **more: Any
+    core: CoreBeside,
+    prompt: Any,
+    params: VLLMParams,
+    request_id: str,
+    ended: Callable[[], None],
+    **more: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """vLLM's outputs of a request, from the loop of its core to the one that this runs in."""
+    """vLLM's outputs of a request, as fast as they come, however slowly they are taken from here.
+
+    A client that reads slowly, or not at all, must not hold up new weights: `ended` is called in this loop once vLLM has
+    no more to say. What waits is at most one whole response.
+    """
     here = asyncio.get_running_loop()
-    if here is core.loop:
-        async with contextlib.aclosing(core.llm.generate(prompt, params, request_id, **more)) as outputs:
-            async for output in outputs:
-                yield output
-        return
     arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
 
     async def follow() -> None:
         end = None
         try:
-            async for output in core.llm.generate(prompt, params, request_id, **more):
-                here.call_soon_threadsafe(arrived.put_nowait, output)
+            async with contextlib.aclosing(core.llm.generate(prompt, params, request_id, **more)) as outputs:
+                async for output in outputs:
+                    here.call_soon_threadsafe(arrived.put_nowait, output)
         except Exception as error:
             end = error
+        finally:
+            here.call_soon_threadsafe(ended)
         here.call_soon_threadsafe(arrived.put_nowait, end)
 
     following = asyncio.run_coroutine_threadsafe(follow(), core.loop)

@@ -280,8 +280,8 @@ class CoreBeside(Core):
             mode="keep", clear_cache=True
         )  # pause_generation also sleeps 20 ms
         while not self.llm.engine_core.outputs_queue.empty() or any(
-            state.queue is not None and state.queue.output is not None
-            for state in self.llm.output_processor.request_states.values()
+            state.external_req_id in self._following and state.queue is not None and state.queue.output is not None
+            for state in self.llm.output_processor.request_states.values()  # of a HTTP client's we need none
         ):
             await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -243,10 +243,20 @@ class VLLMEngine(InferenceEngine):
         super()._check_update(update)
         if self._adapters is not None and update.adapters is not None:
             self._adapters.check(update.adapters)
+            self._adapters.bring(update.adapters, self._arrived(update.adapters.weights))
         self._route.prepare(update.largest_bucket)
 
     def _load(self, update: WeightUpdate) -> None:
-        """Of adapters the base first, if it is another than the one here; then no more of them."""
+        try:
+            self._load_parts(update)
+        except BaseException:
+            self._route.end()
+            if self._server is not None:
+                self._cores_beside()[0].run(self._server.client.fail())
+            raise
+
+    def _load_parts(self, update: WeightUpdate) -> None:
+        """Of adapters the base first, if it is another than the one here; then no more of it."""
         if self._adapters is None:
             return self._load_whole(update)
         base, self._adapters.base = self._adapters.base, None
@@ -256,7 +266,7 @@ class VLLMEngine(InferenceEngine):
             return None
         if base != update.adapters.base.source:
             self._load_whole(update.adapters.base)
-        self._adapters.load(self._core, update.adapters, self._arrived(update.adapters.weights))
+        self._adapters.load(self._core)
         self._adapters.base = update.adapters.base.source
 
     def _arrived(self, update: WeightUpdate) -> dict[str, Tensor]:
@@ -274,11 +284,6 @@ class VLLMEngine(InferenceEngine):
         self._compares = partial(self._compare, update) if update.digests and not here else None
         try:
             super()._load(update)
-        except BaseException:
-            self._route.end()
-            if self._server is not None:
-                self._cores_beside()[0].run(self._server.client.fail())
-            raise
         finally:
             self._compares = None
 

@@ -8,7 +8,9 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast, get_args
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NoReturn, cast, get_args
 
 import uvicorn
 from starlette.applications import Starlette
@@ -95,6 +97,8 @@ class Server:
             raise EngineError(f"the server at {self.url} has ended; start it again.")
         if self.client.errored:
             raise EngineError("vLLM's engine process has died; start the server again.")
+        with suppress(EnginePaused):  # it wakes up again
+            self.client.check()
 
     def end(self) -> None:
         """Free the port; requests that do not finish in time are aborted. A second call does nothing."""
@@ -133,6 +137,9 @@ class Server:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
+        for serving in (app.state.openai_serving_completion, app.state.openai_serving_chat):
+            if serving is not None:
+                serving.beam_search = _no_beam_search
         routes = [
             Route("/policy_version", self._tell_version, methods=["GET"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
@@ -147,13 +154,13 @@ class Server:
     async def _update_weights(self, request: Request) -> JSONResponse:
         """``{"path": folder, "version": n, "in_flight": "wait"}``; without a version it is the next one."""
         try:
-            path, version, in_flight = self._wish(await request.body())
-            await asyncio.get_running_loop().run_in_executor(self._updater, self._update, path, version, in_flight)
+            wish = self._wish(await request.body())
+            version = await asyncio.get_running_loop().run_in_executor(self._updater, self._update, *wish)
         except VerlAdaptorError as error:
             return _refusal(error)
-        return JSONResponse({"policy_version": self._engine.policy_version})
+        return JSONResponse({"policy_version": version})
 
-    def _wish(self, body: bytes) -> tuple[str, int, InFlight]:
+    def _wish(self, body: bytes) -> tuple[str, int | None, InFlight]:
         try:
             asked = json.loads(body)
         except ValueError:
@@ -163,17 +170,21 @@ class Server:
         unknown = asked.keys() - {"path", "version", "in_flight"}
         if unknown:
             raise InvalidRequest(f"unknown: {', '.join(sorted(unknown))}; allowed: path, version, in_flight.")
-        version = asked.get("version", self._engine.policy_version + 1)
-        if type(version) is not int:
+        version = asked.get("version")
+        if version is not None and type(version) is not int:
             raise InvalidRequest(f"version={version!r} is not allowed: it must be an integer.")
         in_flight = asked.get("in_flight", "wait")
         if in_flight not in get_args(InFlight):
             raise InvalidRequest(f"in_flight={in_flight!r} is not allowed; use {', '.join(get_args(InFlight))}.")
         return asked["path"], version, in_flight
 
-    def _update(self, path: str, version: int, in_flight: InFlight) -> None:
-        update = folder_update(path, version, self._engine.config.trust_remote_code)
-        self._engine.update_weights(update, in_flight=in_flight)
+    def _update(self, path: str, version: int | None, in_flight: InFlight) -> int:
+        update = folder_update(path, version or 0, self._engine.config.trust_remote_code)
+        with self._engine.updating():  # nobody else makes the next version meanwhile
+            if version is None:
+                version = self._engine.policy_version + 1
+            self._engine.update_weights(replace(update, version=version), in_flight=in_flight)
+        return version
 
 
 class _Versioned:
@@ -194,6 +205,13 @@ class _Versioned:
             await send(message)
 
         await self._app(scope, receive, tell)
+
+
+def _no_beam_search(*_: Any, **__: Any) -> NoReturn:
+    """vLLM asks the engine for each of its tokens by itself, between which new weights may come."""
+    raise InvalidRequest(
+        "beam search is not served; its response would be of several policies. Sample n responses instead."
+    )
 
 
 async def _no_chat(request: Request) -> JSONResponse:
