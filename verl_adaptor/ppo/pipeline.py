@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,10 +31,14 @@ from verl_adaptor.ppo.watchdog import Watchdog
 from verl_adaptor.protocols.requests import mix_seed
 
 if TYPE_CHECKING:
+    from verl_adaptor.data import PromptSource
     from verl_adaptor.protocols import InferenceEngine, InFlight
+    from verl_adaptor.samples import Prompt
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE_S = 0.05
+"""A source that gives its prompts within this has given them at once: they are rolled out together."""
 POLL_S = 0.5
 """How often a stage that waits looks whether the run is to be stopped."""
 
@@ -101,7 +106,8 @@ class Pipeline:
                 for task in others:
                     task.cancel()
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            failure = first_failure(failures)
+            raise failure from failure.__cause__
 
     async def _named(self, stage: Stage, work: Coroutine[Any, Any, None]) -> None:
         """A stage's work; what makes it fail is told with its name."""
@@ -120,24 +126,29 @@ class Pipeline:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 async with self._room:
-                    await self._room.wait_for(self._may_enter)
-                group = self._again.pop(0) if self._again else await self._read()
-                self._rolling[group.place] = group, self.run.engine.policy_version
-                tasks.create_task(self._roll(group))
+                    await self._room.wait_for(lambda: self._places() > 0)
+                for group in self._restored(self._places()) or await self._read(self._places()):
+                    self._rolling[group.place] = group, self.run.engine.policy_version
+                    tasks.create_task(self._roll(group))
 
-    def _may_enter(self) -> bool:
-        if len(self._rolling) >= self.rates.concurrency:
-            return False
-        return bool(self._again) or self.admission.room(self.ledger.trained, self.ledger.in_flight) > 0
+    def _places(self) -> int:
+        """How many prompts may be let in now."""
+        free = self.rates.concurrency - len(self._rolling)
+        room = len(self._again) or self.admission.room(self.ledger.trained, self.ledger.in_flight)
+        return max(0, min(free, room))
 
-    async def _read(self) -> Group:
-        """The next prompt, admitted. A source may take its time: nothing else waits for it, a checkpoint neither."""
-        prompts = self.run.prompts
-        prompt, self._position = await in_daemon_thread(lambda: (next(prompts), prompts.state_dict()), "prompts")
-        group = Group(place=self._next_place, prompt=prompt)
-        self._next_place += 1
-        self.ledger.admit(group.place)
-        return group
+    def _restored(self, most: int) -> list[Group]:
+        taken, self._again = self._again[:most], self._again[most:]
+        return taken
+
+    async def _read(self, most: int) -> list[Group]:
+        """The next prompts, admitted. A source may take its time: nothing else waits for it, a checkpoint neither."""
+        found, position = await in_daemon_thread(lambda: _read(self.run.prompts, most), "prompts")
+        groups = [Group(place=place, prompt=prompt) for place, prompt in enumerate(found, self._next_place)]
+        self._position, self._next_place = position, self._next_place + len(groups)
+        for group in groups:
+            self.ledger.admit(group.place)
+        return groups
 
     async def _roll(self, group: Group) -> None:
         run = self.run
@@ -234,11 +245,13 @@ class Pipeline:
             with clock("weight_sync"):
                 await self._sync(self.config.in_flight)
             self.ledger.train(groups)
-            await self._let_in()
             metrics |= self.ledger.metrics() | self.rates.metrics()
             last = self.ledger.trained >= self.total
             if last or (run.evaluation_config.every and self.step % run.evaluation_config.every == 0):
                 metrics["eval/reward"] = await evaluate_at(run, self.step, last=last)
+            await (
+                self._let_in()
+            )  # after an evaluation: without staleness, the engine's batches are the synchronous run's
             run.tracker.log(self.step, metrics | clock.metrics())
             clock = Clock()
             if run.checkpoints.due(self.step, last=last):
@@ -358,6 +371,14 @@ class Pipeline:
                 self.ledger.move([group], "sample_queue")
             else:
                 self._again.append(group)
+
+
+def _read(prompts: PromptSource, most: int) -> tuple[list[Prompt], dict[str, Any]]:
+    """Up to `most` prompts, as many as come at once, and the position after them."""
+    found, start = [next(prompts)], time.monotonic()
+    while len(found) < most and time.monotonic() - start < AT_ONCE_S:
+        found.append(next(prompts))
+    return found, prompts.state_dict()
 
 
 def _failed(stage: str, error: BaseException) -> PipelineError:

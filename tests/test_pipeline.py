@@ -1,0 +1,236 @@
+"""The asynchronous pipeline on real engines and trainers: laws Q1 to Q4, and the synchronous run as its special case."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_adaptor.cli.run import prepared
+from verl_adaptor.config import Recipe
+from verl_adaptor.errors import ConfigError, PipelineError, RewardError
+from verl_adaptor.ppo.loop import PPO, train
+from verl_adaptor.ppo.pipeline import Pipeline
+from verl_adaptor.samples import Trajectory
+from verl_adaptor.testing.bench import WORKERS
+from verl_adaptor.testing.models import make_tiny_model
+from verl_adaptor.tracking import is_timing
+
+BATCH, N, STEPS = 4, 2, 5
+
+
+def score(trajectories: Sequence[Trajectory]) -> list[float]:
+    return [sum(t.response_ids) % 7 / 7 for t in trajectories]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    make_tiny_model("llama", folder / "model")
+    lines = [json.dumps({"prompt": f"question {i}", "answer": i}) for i in range(40)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def recipe(folder: Path, pipeline: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    tree: dict[str, Any] = {
+        "seed": 3,
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "prompts.jsonl"), "shuffle_buffer": 8, "chat_template": False},
+        "rollout": {"max_tokens": 6, "n": N},
+        "trainer": {"learning_rate": 1e-3},
+        "reward": {"function": f"{__name__}:score"},
+        "ppo": {"total_steps": STEPS, "train_batch_size": BATCH, "advantage": "grpo"},
+        "evaluation": {"prompts": 2, "every": 2},
+        "checkpoint": {"every": 0},
+        "tracking": {"sinks": [], "report": False},
+    }
+    for section, more in sections.items():
+        tree[section] = {**tree.get(section, {}), **more}
+    return Recipe(**tree, pipeline=pipeline)
+
+
+@contextmanager
+def ready(wanted: Recipe, output: Path, *, resume: bool = False) -> Iterator[PPO]:
+    with prepared(wanted, output, resume=resume, workers=WORKERS) as (run, _):
+        yield run
+
+
+def run_pipeline(
+    wanted: Recipe, output: Path, change: Callable[[PPO], None] = lambda run: None, *, resume: bool = False
+) -> Pipeline:
+    with ready(wanted, output, resume=resume) as run:
+        change(run)
+        assert wanted.pipeline is not None
+        pipeline = Pipeline(run, wanted.pipeline)
+        try:
+            asyncio.run(asyncio.wait_for(pipeline.train(), 300))
+        finally:
+            pipeline.ledger.check()
+        assert pipeline.ledger.trained == BATCH * STEPS
+        return pipeline
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+class Unsteady:
+    """A reward that takes its time, and fails where it is told to."""
+
+    def __init__(
+        self, seed: int = 0, slowest_s: float = 0.05, fails: Callable[[int], bool] = lambda call: False
+    ) -> None:
+        self.random, self.slowest_s, self.fails, self.calls = random.Random(seed), slowest_s, fails, 0
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> Any:
+        self.calls += 1
+        call = self.calls
+        await asyncio.sleep(self.random.uniform(0, self.slowest_s))
+        if self.fails(call):
+            raise RewardError(f"call {call} fails.")
+        return score(trajectories)
+
+
+def give(reward: Any) -> Callable[[PPO], None]:
+    def change(run: PPO) -> None:
+        run.reward = reward
+
+    return change
+
+
+# -- the synchronous run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_without_staleness_it_is_the_synchronous_run(folder: Path, tmp_path: Path, in_flight: str) -> None:
+    with ready(recipe(folder), tmp_path / "sync") as run:
+        asyncio.run(train(run))
+    asynchronous = recipe(folder, {"max_staleness": 0, "in_flight": in_flight, "reward_samples": N})
+    run_pipeline(asynchronous, tmp_path / "async", give(Unsteady()))
+    one, other = rows(tmp_path / "sync"), rows(tmp_path / "async")
+    same = [{k: v for k, v in row.items() if not is_timing(k) and not k.startswith("pipeline/")} for row in other]
+    assert [{k: v for k, v in row.items() if not is_timing(k)} for row in one] == same
+
+
+# -- Q1, Q2, Q3 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("eta", "in_flight"), [(1, "keep"), (2, "abort"), (3, "wait")])
+def test_nothing_too_old_is_trained_on_and_nothing_is_lost(
+    folder: Path, tmp_path: Path, eta: int, in_flight: str
+) -> None:
+    wanted = recipe(folder, {"max_staleness": eta, "in_flight": in_flight, "reward_samples": N})
+    pipeline = run_pipeline(wanted, tmp_path / "run", give(Unsteady(seed=eta)))
+    found = rows(tmp_path / "run")
+    assert max(row["pipeline/staleness_max"] for row in found) <= eta
+    assert sum(row["pipeline/prompts"] for row in found) == BATCH * STEPS
+    for row in found:  # as the log tells it, at every step
+        stages = sum(value for key, value in row.items() if key.startswith("pipeline/at_"))
+        assert row["pipeline/admitted"] == row["pipeline/trained"] + row["pipeline/dropped"] + stages
+    assert pipeline.run.config.rollout_correction.level == "token"
+
+
+def test_a_full_train_buffer_drops_the_oldest_and_lets_others_in(folder: Path, tmp_path: Path) -> None:
+    bounds = {"buffer_samples": BATCH * N, "reward_samples": N}
+    pipeline = run_pipeline(recipe(folder, {"max_staleness": 4, **bounds}), tmp_path / "run")
+    found = rows(tmp_path / "run")
+    assert pipeline.ledger.dropped["overflow"] > 0
+    assert max(row["pipeline/buffer_samples"] for row in found) <= BATCH * N
+
+
+def test_prompts_without_a_signal_are_replaced(folder: Path, tmp_path: Path) -> None:
+    class Coarse:
+        async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+            return [float(sum(t.response_ids) % 2) for t in trajectories]
+
+    wanted = recipe(folder, {"max_staleness": 0, "drop_silent": True})
+    pipeline = run_pipeline(wanted, tmp_path / "run", give(Coarse()))
+    assert pipeline.ledger.dropped["silent"] > 0
+    assert all(row["reward/std"] > 0 for row in rows(tmp_path / "run"))
+
+
+# -- Q4: faults --------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_fails_stops_the_run_or_costs_its_prompts(folder: Path, tmp_path: Path) -> None:
+    def every_third(call: int) -> bool:
+        return call > 2 and call % 3 == 0  # the evaluation's call must not fail
+
+    config = {"max_staleness": 1, "reward_samples": N}
+    with pytest.raises(PipelineError, match="stage reward failed: RewardError: call 3 fails") as stopped:
+        run_pipeline(recipe(folder, config), tmp_path / "stops", give(Unsteady(fails=every_third)))
+    assert stopped.value.stage == "reward" and isinstance(stopped.value.__cause__, RewardError)
+    # evaluations ask too, and a failed one ends the run: there are none after the first
+    dropping = recipe(folder, {**config, "on_reward_failure": "drop"}, evaluation={"prompts": 2, "every": 0})
+    fails = Unsteady(fails=lambda call: 1 < call < 8)
+    pipeline = run_pipeline(dropping, tmp_path / "drops", give(fails))
+    assert pipeline.ledger.dropped["reward_failed"] == 6
+
+
+def test_a_reward_that_hangs_is_named(folder: Path, tmp_path: Path) -> None:
+    class Hangs:
+        calls = 0
+
+        async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+            self.calls += 1
+            if self.calls > 1:  # the evaluation before training comes first
+                await asyncio.sleep(3600)
+            return score(trajectories)
+
+    wanted = recipe(folder, {"max_staleness": 1, "stall_timeout_s": 1.5})
+    with pytest.raises(PipelineError, match=r"stage reward has .* made no progress for 2 s"):
+        run_pipeline(wanted, tmp_path / "run", give(Hangs()))
+    assert "score" in (tmp_path / "run" / "stacks.txt").read_text()
+
+
+# -- resume ------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_in_flight_is_resumed(folder: Path, tmp_path: Path) -> None:
+    """Stopped with prompts at every stage: each is trained or dropped once, in the run that goes on."""
+    wanted = recipe(folder, {"max_staleness": 2, "reward_samples": N}, checkpoint={"every": 1})
+    output, seen = tmp_path / "run", []
+
+    def stop_soon(run: PPO) -> None:
+        run.stop_requested = lambda: len(rows(output)) >= 2 if (output / "metrics.jsonl").exists() else False
+        run.reward = Unsteady()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_pipeline(wanted, output, stop_soon)
+
+    def watch(run: PPO) -> None:
+        inner = run.actor.update
+
+        def update(batch: Any, loss: Any) -> dict[str, float]:
+            seen.append(len(batch))
+            return inner(batch, loss)
+
+        run.actor.update = update  # type: ignore[method-assign]
+
+    pipeline = run_pipeline(wanted, output, watch, resume=True)
+    trained_before = rows(output)[1]["pipeline/trained"]
+    assert trained_before + sum(seen) / N == pytest.approx(BATCH * STEPS, abs=BATCH)  # silent rows are not computed
+    assert pipeline.ledger.admitted == pipeline._next_place
+    assert max(row["pipeline/staleness_max"] for row in rows(output)) <= 2
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------
+
+
+def test_what_would_stand_still_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        recipe(
+            folder,
+            {"buffer_samples": 7, "queue_samples": 1},
+            ppo={"advantage": "remax"},
+            engine={"backend": "trainer"},
+        )
+    for word in ("buffer_samples=7", "queue_samples=1", "remax", "share the same ranks"):
+        assert word in str(refused.value)
