@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from verl_adaptor.cli.run import prepared
 from verl_adaptor.config import Recipe
-from verl_adaptor.errors import ConfigError, PipelineError, RewardError
+from verl_adaptor.errors import ConfigError, EngineError, PipelineError, RewardError, WorkerDied
 from verl_adaptor.ppo.loop import PPO, train
 from verl_adaptor.ppo.pipeline import Pipeline
 from verl_adaptor.samples import Trajectory
-from verl_adaptor.testing.bench import WORKERS
+from verl_adaptor.testing.bench import SHARE_CPUS, WORKERS
 from verl_adaptor.testing.models import make_tiny_model
 from verl_adaptor.tracking import is_timing
 
+ROOT = Path(__file__).parent.parent
 BATCH, N, STEPS = 4, 2, 5
 
 
@@ -78,7 +85,8 @@ def run_pipeline(
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    whole, _, _ = (output / "metrics.jsonl").read_text().rpartition("\n")  # the last may be half there
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 class Unsteady:
@@ -188,6 +196,180 @@ def test_a_reward_that_hangs_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match=r"stage reward has .* made no progress for 2 s"):
         run_pipeline(wanted, tmp_path / "run", give(Hangs()))
     assert "score" in (tmp_path / "run" / "stacks.txt").read_text()
+
+
+# -- Q4: real processes, really killed ---------------------------------------------------------------------------
+
+
+class Teller:
+    """On a rank of a worker group: which process it is."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def close(self) -> None:
+        pass
+
+
+def pids(group: Any) -> list[int]:
+    """Of the ranks' processes."""
+    group.create("teller", f"{__name__}:Teller", {})
+    return list(group.call_each("teller", "pid"))
+
+
+def after_a_step(output: Path, strike: Callable[[], None]) -> Callable[[], bool]:
+    """For `PPO.stop_requested`: strikes once, when the first update is logged."""
+    left = [strike]
+
+    def asked() -> bool:
+        if left and (output / "metrics.jsonl").exists() and rows(output):
+            left.pop()()
+        return False
+
+    return asked
+
+
+@contextmanager
+def service(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The example of a reward service, in a process of its own: its URL."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, str(ROOT / "examples" / "reward_service.py"), "--function", f"{__name__}:score"]
+    with subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()
+            process.wait(20)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reward_service_that_goes_away_is_named(folder: Path, tmp_path: Path, how: signal.Signals) -> None:
+    with service() as (url, process):
+        asked = {"function": None, "url": url, "retries": 1, "backoff_s": 0.01, "timeout_s": 1.5}
+        wanted = recipe(folder, {"max_staleness": 1}, reward=asked, evaluation={"prompts": 2, "every": 0})
+
+        def change(run: PPO) -> None:
+            run.stop_requested = after_a_step(tmp_path / "run", lambda: process.send_signal(how))
+
+        with pytest.raises(PipelineError, match=r"stage reward failed: RewardError: .*attempt") as stopped:
+            run_pipeline(wanted, tmp_path / "run", change)
+        assert stopped.value.stage == "reward"
+
+
+def test_a_reward_service_that_answers_garbage_costs_its_prompts(folder: Path, tmp_path: Path) -> None:
+    with service("--garbage-rate", "0.4", "--seed", "1") as (url, _):
+        asked = {"function": None, "url": url, "retries": 0, "backoff_s": 0.0}
+        wanted = recipe(folder, {"max_staleness": 1, "reward_samples": N, "on_reward_failure": "drop"}, reward=asked)
+
+        def change(run: PPO) -> None:
+            run.reward = Patient(run.reward)
+
+        pipeline = run_pipeline(wanted, tmp_path / "run", change)
+        assert pipeline.ledger.dropped["reward_failed"] > 0
+
+
+class Patient:
+    """Evaluations (whole calls of other sizes than a group) are asked for until they are answered."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> Any:
+        for _ in range(50):
+            try:
+                return await self.inner.score(trajectories)
+            except RewardError:
+                if len({t.group_id for t in trajectories}) == 1:
+                    raise
+        raise AssertionError("the service never answers")
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_an_engine_that_is_killed_is_made_anew(folder: Path, tmp_path: Path, restarts: int) -> None:
+    """It serves only after a sync: a token under other weights would show as a mismatch."""
+    wanted = recipe(folder, {"max_staleness": 1, "engine_restarts": restarts}, engine={"executor": "ray", **SHARE_CPUS})
+    engines = []
+
+    def change(run: PPO) -> None:
+        engines.append(run.engine)
+        [pid] = pids(run.engine._group)  # type: ignore[attr-defined]
+        run.stop_requested = after_a_step(tmp_path / "run", lambda: os.kill(pid, signal.SIGKILL))
+        engines.append(run)
+
+    if not restarts:
+        with pytest.raises(PipelineError, match=r"stage (rollout|update) failed: EngineError") as stopped:
+            run_pipeline(wanted, tmp_path / "run", change)
+        assert isinstance(stopped.value.__cause__, EngineError)
+        return
+    pipeline = run_pipeline(wanted, tmp_path / "run", change)
+    assert pipeline.run.engine is not engines[0]
+    assert pipeline.run.engine.policy_version == pipeline.run.actor.policy_version
+    fresh = [row for row in rows(tmp_path / "run") if row["pipeline/staleness_max"] == 0]
+    assert all(row["mismatch/log_prob"] < 1e-4 for row in fresh)
+
+
+def test_an_engine_that_stands_still_is_named(folder: Path, tmp_path: Path) -> None:
+    wanted = recipe(folder, {"max_staleness": 1, "stall_timeout_s": 4.0}, engine={"executor": "ray", **SHARE_CPUS})
+    stopped_pids = []
+
+    def change(run: PPO) -> None:
+        stopped_pids.extend(pids(run.engine._group))  # type: ignore[attr-defined]
+        run.stop_requested = after_a_step(tmp_path / "run", lambda: os.kill(stopped_pids[0], signal.SIGSTOP))
+
+    try:
+        with pytest.raises(PipelineError, match="no progress for 4 s") as stalled:
+            run_pipeline(wanted, tmp_path / "run", change)
+        assert stalled.value.stage in ("rollout", "weight_sync")
+        assert "Thread" in (tmp_path / "run" / "stacks.txt").read_text()
+    finally:
+        for pid in stopped_pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_trainer_rank_ends_the_run_which_resumes(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    wanted = recipe(
+        folder,
+        {"max_staleness": 1},
+        trainer={"backend": "fsdp", "data_parallel_size": 2, **SHARE_CPUS},
+        checkpoint={"every": 1},
+    )
+
+    def change(run: PPO) -> None:
+        victim = pids(run.actor._group)[1]  # type: ignore[attr-defined]
+        run.stop_requested = after_a_step(output, lambda: os.kill(victim, signal.SIGKILL))
+
+    with pytest.raises(PipelineError, match="stage update failed: WorkerDied: rank") as stopped:
+        run_pipeline(wanted, output, change)
+    assert isinstance(stopped.value.__cause__, WorkerDied)
+    pipeline = run_pipeline(wanted, output, resume=True)
+    assert pipeline.ledger.admitted == pipeline._next_place
+    assert max(row["pipeline/staleness_max"] for row in rows(output)) <= 1  # also after the recovery (C23)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_the_command_is_stopped_and_resumed(folder: Path, tmp_path: Path, how: signal.Signals) -> None:
+    output, file = tmp_path / "run", tmp_path / "recipe.yaml"
+    wanted = recipe(folder, {"max_staleness": 2}, checkpoint={"every": 1}, ppo={"total_steps": 20})
+    file.write_text(yaml.safe_dump(wanted.model_dump(mode="json", exclude_unset=True)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "verl_adaptor.cli", "train", str(file), "--output", str(output)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while not (output / "metrics.jsonl").exists() or len(rows(output)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, "no step was logged"
+        time.sleep(0.01)
+    process.send_signal(how)
+    assert process.wait(60) in ((-signal.SIGKILL,) if how is signal.SIGKILL else (130, 0))
+    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    last = rows(output)[-1]
+    stages = sum(value for key, value in last.items() if key.startswith("pipeline/at_"))
+    assert last["pipeline/trained"] == 20 * BATCH
+    assert last["pipeline/admitted"] == last["pipeline/trained"] + last["pipeline/dropped"] + stages
+    assert sum(row["pipeline/prompts"] for row in rows(output)) == 20 * BATCH
 
 
 # -- resume ------------------------------------------------------------------------------------------------------
