@@ -245,17 +245,17 @@ class Pipeline:
             with clock("weight_sync"):
                 await self._sync(self.config.in_flight)
             self.ledger.train(groups)
-            metrics |= self.ledger.metrics() | self.rates.metrics()
+            metrics |= self.ledger.metrics() | self.rates.metrics() | clock.metrics()
             last = self.ledger.trained >= self.total
             if last or (run.evaluation_config.every and self.step % run.evaluation_config.every == 0):
                 metrics["eval/reward"] = await evaluate_at(run, self.step, last=last)
             await (
                 self._let_in()
             )  # after an evaluation: without staleness, the engine's batches are the synchronous run's
-            run.tracker.log(self.step, metrics | clock.metrics())
-            clock = Clock()
+            run.tracker.log(self.step, metrics)
             if run.checkpoints.due(self.step, last=last):
                 await self._save()
+            clock = Clock()
 
     async def _batch(self) -> list[Group]:
         """The oldest prompts of a whole or an early update, in the order of the data."""

@@ -1,0 +1,164 @@
+"""What overlapping rollouts, rewards and updates gains: the asynchronous pipeline against the synchronous loop.
+
+    python benchmarks/pipeline.py --json pipeline.json
+
+One digits run each way, same model, same number of trained prompts, two cores, rewards from a service of its own process whose
+latency is log-normal (sigma 0.5) with about one rollout's time as its mean. The synchronous loop is given the thread count
+that is best for it; the pipeline has its engine in a process of its own, one thread each.
+
+- ``throughput_ratio``: trained tokens a second, asynchronous to synchronous.
+- ``bound``: what the stage times allow: the synchronous step over its longest stage that computes, on one thread.
+- ``interruptions_ratio``: updates that had to wait for their samples (longer than a tenth of their own time), asynchronous to
+  synchronous.
+- ``queue_growth``: bytes of both buffers, last quarter of the run to the second.
+
+Limits: throughput_ratio >= min(2.1, 0.85 x bound), interruptions_ratio <= 0.1, queue_growth <= 1.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl_adaptor.tracking.environment import environment
+
+ROOT = Path(__file__).parent.parent
+SIGMA = 0.5
+TARGET, SHARE = 2.1, 0.85
+"""The ratio that is wanted, and what share of the bound will do."""
+WAITED = 0.1
+"""An update has waited when that took more than this share of its step."""
+MODELS: dict[str, list[str]] = {
+    "digits": ["ppo.total_steps=40"],
+    "20m": [
+        "ppo.total_steps=8",
+        "ppo.train_batch_size=128",
+        "model.build_args.hidden_size=512",
+        "model.build_args.intermediate_size=1408",
+        "model.build_args.layers=6",
+        "model.build_args.warm_start_steps=20",
+    ],
+}
+APART = ["engine.executor=ray", "engine.cpus_per_worker=1"]
+"""The engine in a process of its own."""
+PIPELINE = ["pipeline.max_staleness=2", "pipeline.reward_samples=16", "pipeline.reward_calls=16"]
+
+
+def train(folder: Path, name: str, settings: list[str], *, threads: int) -> list[dict[str, Any]]:
+    """One run in processes of its own; its metrics."""
+    output = folder / name
+    fixed = [
+        "evaluation.every=0",
+        "evaluation.prompts=8",
+        "checkpoint.every=0",
+        "tracking.report=false",
+        "tracking.sinks=[]",
+    ]
+    command = [sys.executable, "-m", "verl_adaptor.cli", "train", str(ROOT / "recipes/digits.yaml"), *fixed]
+    command += [f"threads={threads}", *settings, "--output", str(output)]
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    print(f"{name}: {' '.join(settings)}", flush=True)
+    subprocess.run(command, check=True, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def service(latency_s: float) -> Iterator[str]:
+    """The example of a reward service; its URL."""
+    command = [sys.executable, str(ROOT / "examples/reward_service.py"), "--task", "digits", "--seed", "0"]
+    command += ["--latency-mean-s", str(latency_s), "--latency-sigma", str(SIGMA)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def seconds(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds a step of each stage; the first steps warm up."""
+    steady = rows[2:]
+    names = {key for row in steady for key in row if key.startswith("time/")}
+    return {
+        name.removeprefix("time/"): statistics.median(row.get(name, 0.0) for row in steady) for name in sorted(names)
+    }
+
+
+def rate(rows: list[dict[str, Any]]) -> float:
+    """Trained tokens a second over the whole run."""
+    return float(sum(row["tokens"] for row in rows) / sum(row["time/step"] for row in rows))
+
+
+def waited(rows: list[dict[str, Any]], stages: tuple[str, ...]) -> int:
+    """Updates that waited for their samples."""
+    waits = [sum(row.get(f"time/{stage}", 0.0) for stage in stages) for row in rows]
+    return sum(wait > WAITED * row["time/step"] for wait, row in zip(waits, rows, strict=True))
+
+
+def measure(model: str, folder: Path) -> dict[str, Any]:
+    settings = MODELS[model]
+    probe = seconds(train(folder, f"{model}-probe", [*settings, "ppo.total_steps=5"], threads=1))
+    with service(probe["rollout"]) as url:
+        asked = [*settings, f"reward.url={url}", "reward.batch_size=16", "reward.concurrency=16"]
+        baselines = {threads: train(folder, f"{model}-sync-{threads}", asked, threads=threads) for threads in (1, 2)}
+        one = seconds(baselines[1])
+        best = max(baselines, key=lambda threads: rate(baselines[threads]))
+        rows = train(folder, f"{model}-async", [*asked, *APART, *PIPELINE], threads=1)
+    stages = seconds(baselines[best])
+    update = one["step"] - one["rollout"] - one["reward"]
+    bound = stages["step"] / max(one["rollout"], update)
+    ratio = rate(rows) / rate(baselines[best])
+    held = [row["pipeline/queue_bytes"] + row["pipeline/buffer_bytes"] for row in rows]
+    quarter = max(1, len(held) // 4)
+    interruptions = (
+        waited(rows, ("wait",)) / len(rows) / (waited(baselines[best], ("rollout", "reward")) / len(baselines[best]))
+    )
+    wanted = min(TARGET, SHARE * bound)
+    return {
+        "throughput_ratio": ratio,
+        "bound": bound,
+        "wanted": wanted,
+        "interruptions_ratio": interruptions,
+        "queue_growth": max(held[-quarter:]) / max(1.0, *held[quarter : 2 * quarter]),
+        "staleness_max": max(row["pipeline/staleness_max"] for row in rows),
+        "dropped": rows[-1]["pipeline/dropped"],
+        "best_threads": best,
+        "latency_mean_s": probe["rollout"],
+        "synchronous_s": stages,
+        "synchronous_one_thread_s": one,
+        "asynchronous_s": seconds(rows),
+        "synchronous_tokens_per_second": {str(threads): rate(found) for threads, found in baselines.items()},
+        "asynchronous_tokens_per_second": rate(rows),
+        "within_limits": ratio >= wanted and interruptions <= 0.1,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument("--model", nargs="*", choices=MODELS, default=list(MODELS), help="which (default: all)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = {model: measure(model, Path(scratch)) for model in options.model}
+    for model, numbers in found.items():
+        print(model, json.dumps({k: v for k, v in numbers.items() if not isinstance(v, dict)}))
+    headline = {f"{model}_{key}": value[key] for model, value in found.items() for key in ("throughput_ratio", "bound")}
+    result = {**headline, "within_limits": all(v["within_limits"] for v in found.values())}
+    if options.json:
+        options.json.write_text(json.dumps({**result, "models": found, **environment()}, indent=2) + "\n")
+    sys.exit(0 if result["within_limits"] else 1)
+
+
+if __name__ == "__main__":
+    main()
