@@ -37,6 +37,8 @@ def test_pair(trainer: str, engine: InferenceEngine, bench: Bench) -> None:
 
 @pytest.fixture(scope="module")
 def adapting(bench: Bench) -> Iterator[InferenceEngine]:
+    if bench.family == "mixtral":
+        pytest.skip("vLLM refuses adapters of experts on a CPU: see tests/test_vllm_engine.py")
     with bench.engine("vllm", lora_rank=8) as engine:
         yield engine
 

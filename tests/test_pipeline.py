@@ -309,21 +309,19 @@ def test_an_engine_that_is_killed_is_made_anew(folder: Path, tmp_path: Path, res
     assert all(row["mismatch/log_prob"] < 1e-4 for row in fresh)
 
 
-def test_an_engine_that_stands_still_is_named(folder: Path, tmp_path: Path) -> None:
-    wanted = recipe(folder, {"max_staleness": 1, "stall_timeout_s": 4.0}, engine={"executor": "ray", **SHARE_CPUS})
-    stopped_pids = []
+def test_an_engine_that_stands_still_is_made_anew(folder: Path, tmp_path: Path) -> None:
+    """Stopped, not killed: it is found out by the calls that it does not answer, while all else goes on."""
+    wanted = recipe(folder, {"max_staleness": 1}, engine={"executor": "ray", "call_timeout_s": 4.0, **SHARE_CPUS})
+    stopped: list[int] = []
 
     def change(run: PPO) -> None:
-        stopped_pids.extend(pids(run.engine._group))  # type: ignore[attr-defined]
-        run.stop_requested = after_a_step(tmp_path / "run", lambda: os.kill(stopped_pids[0], signal.SIGSTOP))
+        stopped.extend(pids(run.engine._group))  # type: ignore[attr-defined]
+        run.stop_requested = after_a_step(tmp_path / "run", lambda: os.kill(stopped[0], signal.SIGSTOP))
 
     try:
-        with pytest.raises(PipelineError, match="no progress for 4 s") as stalled:
-            run_pipeline(wanted, tmp_path / "run", change)
-        assert stalled.value.stage in ("rollout", "weight_sync")
-        assert "Thread" in (tmp_path / "run" / "stacks.txt").read_text()
+        assert run_pipeline(wanted, tmp_path / "run", change)._restarts == 1
     finally:
-        for pid in stopped_pids:
+        for pid in stopped:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

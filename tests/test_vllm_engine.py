@@ -69,6 +69,8 @@ def engine(bench: Bench) -> InferenceEngine:
 def test_a_mixture_after_a_dense_model(engine: InferenceEngine) -> None:
     """In one process, whose groups vLLM made for the first; experts are packed together."""
     bench = Bench(get_spec("vllm"), family="mixtral", model=WIDE)
+    with pytest.raises(ConfigError, match=r"lora_rank=4: .* experts on GPUs only"):
+        bench.engine(lora_rank=4)
     with bench.engine() as mixture, bench.reference_trainer(learning_rate=0.05) as trainer:
         engine_scores_as_trainer(trainer, mixture, bench)
     bench.close()

@@ -123,9 +123,24 @@ class Adapters:
 
     def update(self, base: WeightUpdate, version: int, *, check: Callable[[], None], gather: Gather) -> AdapterUpdate:
         """What an engine needs that takes adapters without their base; as `export.weight_update`."""
-        own = {_plain_name(name): tensor for name, tensor in self.tensors().items()}
-        weights = weight_update(own, {}, version, check=check, gather=gather)
+        parts = {_plain_name(part): part for part in self.tensors()}
+
+        def whole(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            own = self.tensors()
+            return gather({name: own[parts[name]] for name in wanted})
+
+        weights = weight_update(self._outline(), {}, version, check=check, gather=whole)
         return AdapterUpdate(rank=self._config.r, alpha=float(self._config.lora_alpha), base=base, weights=weights)
+
+    def _outline(self) -> dict[str, Tensor]:
+        """Meta tensors of A and B as they are whole: a parameter may be a shard, which does not tell."""
+        outline = {}
+        for name, layer in self._layers.items():
+            shapes = (self._config.r, layer.in_features), (layer.out_features, self._config.r)
+            for part, shape in zip(_parts(name), shapes, strict=True):
+                dtype = layer.get_parameter(part.removeprefix(f"{name}.")).dtype
+                outline[_plain_name(part)] = torch.empty(shape, dtype=dtype, device="meta")
+        return outline
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor], base: str) -> None:
         """Whole `tensors` (as named by `tensors()`) and their config, as ``peft.PeftModel.from_pretrained`` reads them."""

@@ -6,12 +6,13 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl_adaptor import errors
 from verl_adaptor.capabilities import BackendSpec
 from verl_adaptor.config import Config, EngineConfig
-from verl_adaptor.errors import WeightUpdateError
+from verl_adaptor.errors import EngineError, WeightUpdateError, WorkerError
 from verl_adaptor.execution.group import WorkerGroup
 from verl_adaptor.execution.remote_trainer import Recipe
 from verl_adaptor.protocols import InferenceEngine, SampleRequest
@@ -88,13 +89,13 @@ class RemoteEngine(InferenceEngine):
                 chosen[sample.request_id] = min(range(self._replicas), key=load.__getitem__)
             load[chosen[sample.request_id]] += 1
         placed = [(chosen[sample.request_id], _plain(sample)) for sample in samples]
-        self._group.call(self._key, "admit", placed)
+        self._call("admit", placed)
         self._serving |= {sample.key: chosen[sample.request_id] for sample in samples}
 
     def _step(self) -> list[Delta]:
         each = any(sample.streams or sample.wants_text for sample in self._dispatch.samples.values())
         deltas: list[Delta] = []
-        for found in self._group.call_each(self._key, "step", 1 if each else STEPS):
+        for found in self._each("step", 1 if each else STEPS):
             if isinstance(found, tuple):
                 kind, sentence = found
                 raise getattr(errors, kind)(sentence)
@@ -107,7 +108,7 @@ class RemoteEngine(InferenceEngine):
     def _drop(self, keys: Sequence[tuple[str, int]]) -> None:
         gone = [key for key in keys if self._serving.pop(key, None) is not None]
         if gone and self._group.usable:
-            self._group.call(self._key, "drop", gone)
+            self._call("drop", gone)
 
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         rows = [list(map(int, row)) for row in token_ids]
@@ -117,16 +118,16 @@ class RemoteEngine(InferenceEngine):
             owners.append(min(range(self._replicas), key=load.__getitem__))
             load[owners[-1]] += len(row)
         scores: dict[int, list[float]] = {}
-        for found in self._group.call_each(self._key, "score", rows, owners, temperature):
+        for found in self._each("score", rows, owners, temperature):
             scores |= found or {}
         return [scores[number] for number in range(len(rows))]
 
     def _wake(self) -> None:
-        self._group.call(self._key, "wake")
+        self._call("wake")
 
     def _rest(self) -> None:
         if self._group.usable:
-            self._group.call(self._key, "rest")
+            self._call("rest")
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class RemoteEngine(InferenceEngine):
                 "engine with create_inference_engine."
             )
         super()._check_update(update)
-        if self._source and (version := self._group.call(self._key, "exported")) != update.source[1]:
+        if self._source and (version := self._call("exported")) != update.source[1]:
             raise WeightUpdateError(
                 f"the update is what the trainer exported as version {update.source[1]}, and it has exported version {version} "
                 "since; use that."
@@ -154,7 +155,7 @@ class RemoteEngine(InferenceEngine):
             self._coming = self._shared = None
 
     def _adopt(self, update: WeightUpdate) -> None:
-        self._group.call(self._key, "adopt", update.version)
+        self._call("adopt", update.version)
 
     def _arriving(self, update: WeightUpdate, *, verify: bool = True) -> Iterator[dict[str, Tensor]]:
         return super()._arriving(update, verify=False)  # digests are compared where the tensors arrive
@@ -162,7 +163,7 @@ class RemoteEngine(InferenceEngine):
     def _begin_load(self) -> None:
         self._shared = shared = self._room(self._update.largest_bucket)
         try:
-            self._group.call(self._key, "begin_load", shared and (str(shared.path), shared.size))
+            self._call("begin_load", shared and (str(shared.path), shared.size))
         finally:
             if shared is not None:
                 shared.unlink()
@@ -185,14 +186,14 @@ class RemoteEngine(InferenceEngine):
     def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
         digest = bool(self._update.digests)
         if self._shared is None:
-            found = self._group.call_each(self._key, "load_bucket", dict(bucket), digest)
+            found = self._each("load_bucket", dict(bucket), digest)
         else:
-            found = self._group.call_each(self._key, "load_shared", self._shared.write(bucket), digest)
+            found = self._each("load_shared", self._shared.write(bucket), digest)
         for arrived in found if digest else ():
             self._compare(self._update, arrived)
 
     def _finish_load(self) -> None:
-        self._group.call(self._key, "finish_load", self._update.version)
+        self._call("finish_load", self._update.version)
 
     @property
     def _update(self) -> WeightUpdate:
@@ -207,21 +208,40 @@ class RemoteEngine(InferenceEngine):
         with self._lock:
             self._check_serving()
             self._settle("wait")
-            self._group.call(self._key, "sleep", tuple(tags))
+            self._call("sleep", tuple(tags))
             self._asleep = True
 
     def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `InferenceEngine.wake_up`."""
         with self._lock:
             self._check_open()
-            self._group.call(self._key, "wake_up", tuple(tags))
+            self._call("wake_up", tuple(tags))
             self._asleep = False
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """A method on all ranks; the first one's answer. Raises `EngineError` where a rank has died or does not answer."""
+        with _as_engine():
+            return self._group.call(self._key, method, *args)
+
+    def _each(self, method: str, *args: Any) -> list[Any]:
+        """The same; every rank's answer."""
+        with _as_engine():
+            return self._group.call_each(self._key, method, *args)
 
     def _release(self) -> None:
         if self._owns_group:
             self._group.close()
         else:
             self._group.drop(self._key)
+
+
+@contextmanager
+def _as_engine() -> Iterator[None]:
+    """What fails on the ranks has failed in an engine."""
+    try:
+        yield
+    except WorkerError as error:
+        raise EngineError(str(error)) from error
 
 
 def _plain(sample: SampleRequest) -> SampleRequest:

@@ -1,7 +1,8 @@
 """Who steps an engine, and where its deltas go.
 
 Every call becomes sample requests in one table. Whoever waits drives: a sync caller steps the engine in its own thread,
-an event loop steps it from one driver task. Each step is taken under one lock and its deltas go to the requests they
+an event loop steps it from one driver task, whose thread also admits what callers of the loop have submitted: an engine
+elsewhere may take its time for that. Each step is taken under one lock and its deltas go to the requests they
 belong to. So sync, async and streaming calls share batches, checks, versions and results (law I5), and an engine that
 nobody waits for runs no thread.
 """
@@ -9,8 +10,10 @@ nobody waits for runs no thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,6 +43,7 @@ class Steppable(Protocol):
         """What is served now."""
         ...
 
+    def _check_serving(self) -> None: ...
     def _admit(self, samples: Sequence[SampleRequest]) -> None: ...
     def _step(self) -> list[Delta]: ...
     def _drop(self, keys: Sequence[tuple[str, int]]) -> None: ...
@@ -85,9 +89,17 @@ class Dispatcher:
         self._engine = engine
         self._awake = False
         self._name = name
+        self._inbox: deque[SampleRequest] = deque()
+        """Submitted and not yet admitted."""
         self._outbox: list[tuple[SampleRequest, Delta]] = []
         self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._stepper: ThreadPoolExecutor | None = None
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of all that is not finished, oldest first; what was only submitted comes last."""
+        ids = [request_id for request_id, _ in self.samples]
+        return tuple(dict.fromkeys(ids + [sample.request_id for sample in tuple(self._inbox)]))
 
     # -- the table -----------------------------------------------------------------------------------------------
 
@@ -101,9 +113,33 @@ class Dispatcher:
             finally:
                 self._settle_down()
 
+    def submit(self, samples: Sequence[SampleRequest], loop: asyncio.AbstractEventLoop) -> None:
+        """Have new samples admitted before the next step that this event loop drives. Returns at once."""
+        self._inbox.extend(samples)
+        self._ensure_driver(loop)
+
+    def _take_in(self) -> None:
+        """Admit what was submitted, all at once; where that fails, its callers are told."""
+        with self.lock:
+            samples = [self._inbox.popleft() for _ in range(len(self._inbox))]
+            if not samples:
+                return
+            try:
+                self._engine._check_serving()
+                self.enter(samples)
+            except Exception as cause:
+                error: Exception = cause
+                if not isinstance(cause, EngineError):
+                    error = EngineError(f"requests could not be admitted: {cause}")
+                    error.__cause__ = cause
+                self._fail(samples, error)
+
     def leave(self, samples: Sequence[SampleRequest]) -> None:
         """A caller stops waiting: whatever of its samples still runs is dropped."""
         with self.lock:
+            for sample in samples:
+                with contextlib.suppress(ValueError):  # it was admitted
+                    self._inbox.remove(sample)
             left = [s.key for s in samples if self.samples.pop(s.key, None) is not None]
             if left:
                 self._engine._drop(left)
@@ -112,6 +148,7 @@ class Dispatcher:
     def abort(self, request_ids: set[str]) -> None:
         """Finish these requests as they stand, and free their places."""
         with self.lock:
+            self._take_in()
             running = [s for s in self.samples.values() if s.request_id in request_ids]
             self._engine._drop([s.key for s in running])
             for sample in running:
@@ -124,14 +161,18 @@ class Dispatcher:
         with self.lock:
             failed = list(self.samples.values())
             self.samples.clear()
-            for sample in failed:
-                sample.error = error
-                self._post(sample, Delta(request_id=sample.request_id, index=sample.index))
+            self._fail([*failed, *(self._inbox.popleft() for _ in range(len(self._inbox)))], error)
             self.flush()
             self._engine._drop(
                 [s.key for s in failed]
             )  # last: an engine that is beyond dropping must not hide the error
             self._settle_down()
+
+    def _fail(self, samples: Sequence[SampleRequest], error: BaseException) -> None:
+        """Post an error to those who wait for these samples."""
+        for sample in samples:
+            sample.error = error
+            self._post(sample, Delta(request_id=sample.request_id, index=sample.index))
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -210,8 +251,10 @@ class Dispatcher:
 
     def _step_until_news(self) -> None:
         """Steps until somebody must be told something: an event loop is not woken for tokens that nobody awaits."""
+        self._take_in()
         while self.samples and not self.held and not self._outbox:
             self._step()
+            self._take_in()
 
     def _wait_held(self, since: float | None) -> float:
         """Since when a caller has waited for a held engine; after PAUSE_TIMEOUT_S all running samples fail."""
@@ -222,7 +265,7 @@ class Dispatcher:
 
     # -- the event loop's side -----------------------------------------------------------------------------------
 
-    def ensure_driver(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _ensure_driver(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have this event loop step the engine as long as anything runs."""
         with self.lock:
             if self._stepper is None:  # one thread, so that steps do not each warm up a thread pool of their own
@@ -247,7 +290,7 @@ class Dispatcher:
         held_since: float | None = None
         woken = True
         try:
-            while self.samples:
+            while self.samples or self._inbox:
                 for _ in range(SETTLE_TURNS if woken else 1):
                     await asyncio.sleep(0)
                 if self.held:

@@ -139,9 +139,8 @@ class InferenceEngine(abc.ABC):
         samples = self._expand(prompt, params or SamplingParams())
         for sample in samples:
             sample.sink, sample.streams, sample.wants_text = sink, streams, streams or sample.wants_text
-        self._enter(samples)
+        self._dispatch.submit(samples, loop)
         try:
-            self._dispatch.ensure_driver(loop)
             running = len(samples)
             while running:
                 sample, delta = await arrived.get()
@@ -161,7 +160,7 @@ class InferenceEngine(abc.ABC):
     def running(self) -> tuple[str, ...]:
         """Ids of the requests that are not finished, oldest first."""
         with self._lock:
-            return tuple(dict.fromkeys(request_id for request_id, _ in self._dispatch.samples))
+            return self._dispatch.request_ids
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation under the tokenizer's chat template, the assistant's turn opened."""
@@ -414,9 +413,9 @@ class InferenceEngine(abc.ABC):
         if in_flight == "abort":
             self._dispatch.abort(set(self.running))
         elif in_flight == "keep":
-            if self.running and not self.spec.support(Capability.IN_FLIGHT_KEEP):
+            if self._dispatch.samples and not self.spec.support(Capability.IN_FLIGHT_KEEP):
                 raise self._unsupported(Capability.IN_FLIGHT_KEEP)
-        elif self._dispatch.held and self.running:
+        elif self._dispatch.held and self._dispatch.samples:
             raise EnginePaused("requests are held by pause(); resume() first, or use in_flight='abort' or 'keep'.")
         else:
             self._dispatch.drain()

@@ -22,6 +22,7 @@ from verl_adaptor.testing.laws_training import (
     TRAINING,
     Run,
     assert_same_run,
+    copied,
     refuses,
     response_tokens,
     run,
@@ -95,7 +96,7 @@ def a_critic_trains_adapters_and_its_head(bench: Bench) -> None:
 
 @law("T4", TRAINING, needs=(Capability.LORA,))
 def adapters_are_exported_merged(bench: Bench) -> None:
-    """Exported weights are W + s B A under Hugging Face names: at first the base's, bit for bit."""
+    """Exported weights are W + s B A under Hugging Face names: at first the base's, bit for bit; A and B come with them."""
     base = stored_weights(Path(bench.path))
     with bench.trainer(**LORA, learning_rate=1e-2) as trainer:
         exported = weights(trainer)
@@ -103,7 +104,14 @@ def adapters_are_exported_merged(bench: Bench) -> None:
         assert all(torch.equal(tensor, base[name]) for name, tensor in exported.items()), "B is not 0 at the start"
         exported = run(trainer, bench, steps=2).weights
         adapters = saved_adapters(trainer, bench.folder / "adapters")
+        alone = trainer.export_weights().adapters
+        assert alone is not None, "adapters are not exported by themselves"
+        beneath, parts = copied(alone.base), copied(alone.weights)
     assert adapters, "no adapters were saved"
+    assert beneath.keys() == base.keys() and all(torch.equal(t, base[name]) for name, t in beneath.items())
+    for layer, (a, b, scale, _) in ((name.removesuffix(".weight"), found) for name, found in adapters.items()):
+        same = torch.equal(parts[f"{layer}.lora_A.weight"], a) and torch.equal(parts[f"{layer}.lora_B.weight"], b)
+        assert same and scale == alone.alpha / alone.rank, f"{layer}: exported adapters are not the saved ones"
     expected = merged(base, adapters)
     for name, tensor in exported.items():
         gap = float((tensor - expected[name]).abs().max())

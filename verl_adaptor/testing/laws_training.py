@@ -17,6 +17,7 @@ from verl_adaptor.config import LossAggregation
 from verl_adaptor.errors import NonFiniteGradient, TrainerClosed, TrainerError
 from verl_adaptor.protocols import LossOutput, TrainerBackend
 from verl_adaptor.protocols.trainer import Loss
+from verl_adaptor.samples import WeightUpdate
 from verl_adaptor.testing.bench import Bench, policy_gradient, squared_error
 from verl_adaptor.testing.laws import law
 
@@ -280,7 +281,12 @@ def assert_same_run(got: Run, expected: Run, what: str) -> None:
 
 def weights(trainer: TrainerBackend) -> dict[str, torch.Tensor]:
     """A copy of the exported weights."""
-    return {n: t.detach().cpu().clone() for bucket in trainer.export_weights().buckets() for n, t in bucket.items()}
+    return copied(trainer.export_weights())
+
+
+def copied(update: WeightUpdate) -> dict[str, torch.Tensor]:
+    """A copy of the tensors of an update."""
+    return {n: t.detach().cpu().clone() for bucket in update.buckets() for n, t in bucket.items()}
 
 
 def stored_weights(folder: Path) -> dict[str, torch.Tensor]:

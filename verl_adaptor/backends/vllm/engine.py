@@ -95,6 +95,11 @@ class VLLMEngine(InferenceEngine):
                 f"replicas={config.replicas} on {self._device.type}: all would take the same GPUs; use tensor_parallel_size, or "
                 "an engine for each GPU in a process of its own that sees that one alone (CUDA_VISIBLE_DEVICES)."
             )
+        if config.lora_rank and self._device.type == "cpu" and any(".experts." in name for name in model.tensors):
+            raise ConfigError(
+                f"lora_rank={config.lora_rank}: vLLM computes adapters of a model with experts on GPUs only; leave it out, and "
+                "adapters come merged."
+            )
         if own.weight_transport != "auto" and not beside and config.parallel.world_size == 1:
             raise ConfigError(
                 f"weight_transport={own.weight_transport!r}: vLLM is in this process and is handed the tensors themselves; leave "
