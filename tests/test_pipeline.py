@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,19 @@ def test_nothing_too_old_is_trained_on_and_nothing_is_lost(
         stages = sum(value for key, value in row.items() if key.startswith("pipeline/at_"))
         assert row["pipeline/admitted"] == row["pipeline/trained"] + row["pipeline/dropped"] + stages
     assert pipeline.run.config.rollout_correction.level == "token"
+
+
+def test_rollouts_that_tell_no_versions_are_as_old_as_their_beginning(folder: Path, tmp_path: Path) -> None:
+    async def silent(engine: Any, prompt: Any, params: Any) -> Trajectory:
+        [completion] = await engine.agenerate(prompt, params)
+        return replace(Trajectory.from_completion(completion, prompt), version_runs=())
+
+    def change(run: PPO) -> None:
+        run.rollout = silent
+
+    pipeline = run_pipeline(recipe(folder, {"max_staleness": 1}), tmp_path / "run", change)
+    assert max(row["pipeline/staleness_max"] for row in rows(tmp_path / "run")) <= 1
+    assert pipeline.ledger.dropped["stale"] <= 4
 
 
 def test_a_full_train_buffer_drops_the_oldest_and_lets_others_in(folder: Path, tmp_path: Path) -> None:
@@ -309,6 +323,26 @@ def test_an_engine_that_is_killed_is_made_anew(folder: Path, tmp_path: Path, res
     assert all(row["mismatch/log_prob"] < 1e-4 for row in fresh)
 
 
+@pytest.mark.slow
+def test_on_ray_an_engine_of_two_replicas_loses_one_and_is_replaced(folder: Path, tmp_path: Path) -> None:
+    """Rollout workers and trainer as actors."""
+    ranks = {"executor": "ray", **SHARE_CPUS}
+    wanted = recipe(
+        folder,
+        {"max_staleness": 2},
+        engine={**ranks, "replicas": 2},
+        trainer={**ranks, "backend": "fsdp", "data_parallel_size": 2},
+    )
+
+    def change(run: PPO) -> None:
+        victim = pids(run.engine._group)[1]  # type: ignore[attr-defined]
+        run.stop_requested = after_a_step(tmp_path / "run", lambda: os.kill(victim, signal.SIGKILL))
+
+    pipeline = run_pipeline(wanted, tmp_path / "run", change)
+    assert pipeline._restarts == 1
+    assert max(row["pipeline/staleness_max"] for row in rows(tmp_path / "run")) <= 2
+
+
 def test_an_engine_that_stands_still_is_made_anew(folder: Path, tmp_path: Path) -> None:
     """Stopped, not killed: it is found out by the calls that it does not answer, while all else goes on."""
     wanted = recipe(folder, {"max_staleness": 1}, engine={"executor": "ray", "call_timeout_s": 4.0, **SHARE_CPUS})
@@ -408,7 +442,7 @@ def test_what_would_stand_still_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         recipe(
             folder,
-            {"buffer_samples": 7, "queue_samples": 1},
+            {"buffer_samples": 7, "queue_samples": 1, "drop_silent": True},
             ppo={"advantage": "remax"},
             engine={"backend": "trainer"},
         )

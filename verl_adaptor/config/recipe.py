@@ -240,6 +240,8 @@ class Recipe(Config):
             yield f"pipeline.buffer_samples={pipeline.buffer_samples} never holds the {samples} samples of an update; raise it."
         if pipeline.queue_samples < n:
             yield f"pipeline.queue_samples={pipeline.queue_samples} does not hold the {n} samples of one prompt; raise it."
+        if pipeline.drop_silent and n < 2:
+            yield f"pipeline.drop_silent: with rollout.n={n} no sample differs from another of its prompt; use n >= 2."
         if self.ppo.advantage == "remax":
             yield "pipeline: the greedy rollouts of ppo.advantage='remax' belong to one step; use another advantage."
         if self.engine.get("backend") == "trainer":

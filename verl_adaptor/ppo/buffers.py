@@ -30,11 +30,14 @@ class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...] = ()
     rewards: tuple[float | list[float], ...] = ()
+    begun: int = 0
+    """The policy version that was served when its rollouts began."""
 
     @property
     def version(self) -> int:
-        """The policy version of the oldest token."""
-        return min((t.policy_version for t in self.trajectories), default=0)
+        """The policy version of the oldest token; of rollouts that run, or do not tell, the one that they began with."""
+        told = [t.policy_version if t.version_runs else self.begun for t in self.trajectories]
+        return min(told, default=self.begun)
 
     @property
     def nbytes(self) -> int:

@@ -69,8 +69,8 @@ class Pipeline:
         self.gate = GatedEngine(run.engine)
         self.watchdog = Watchdog(config.stall_timeout_s, run.checkpoints.folder.parent / "stacks.txt")
         self._restarts = 0
-        self._rolling: dict[int, tuple[Group, int]] = {}
-        """By place: what is rolled out, and the version that was served when it began."""
+        self._rolling: dict[int, Group] = {}
+        """By place."""
         self._scoring: dict[int, Group] = {}
         self._again: list[Group] = []
         """Restored prompts whose rollouts begin again."""
@@ -128,7 +128,7 @@ class Pipeline:
                 async with self._room:
                     await self._room.wait_for(lambda: self._places() > 0)
                 for group in self._restored(self._places()) or await self._read(self._places()):
-                    self._rolling[group.place] = group, self.run.engine.policy_version
+                    self._rolling[group.place] = group
                     tasks.create_task(self._roll(group))
 
     def _places(self) -> int:
@@ -156,6 +156,7 @@ class Pipeline:
         with self.watchdog.busy("rollout"):
             while True:
                 engine = self.gate.engine
+                group = self._rolling[group.place] = replace(group, begun=engine.policy_version)
                 try:
                     trajectories = await rollout_all(
                         run.rollout,
@@ -172,8 +173,7 @@ class Pipeline:
                     raise
                 except EngineError as error:
                     await self._mend(engine, error)
-        group = replace(group, trajectories=tuple(trajectories))
-        self._rolling[group.place] = group, group.version
+        group = self._rolling[group.place] = replace(group, trajectories=tuple(trajectories))
         await self.queue.put(group)
         del self._rolling[group.place]
         self.ledger.move([group], "sample_queue")
@@ -204,24 +204,22 @@ class Pipeline:
             if self.config.on_reward_failure == "stop":
                 raise
             logger.warning("%d prompts are dropped without their rewards: %s", len(groups), error)
-            self._unscored(groups)
+            for group in groups:
+                del self._scoring[group.place]
             return await self._drop(groups, "reward_failed")
         finally:
             places.release()
-        self._unscored(groups)
         for group in groups:
             its, scores = scores[: len(group.trajectories)], scores[len(group.trajectories) :]
             if self.config.drop_silent and _silent(its):
+                del self._scoring[group.place]
                 await self._drop([group], "silent")
                 continue
             gone = await self.buffer.put(group.scored(its))
+            del self._scoring[group.place]
             self.ledger.move([group], "train_buffer")
             await self._drop(gone, "overflow")
         return None
-
-    def _unscored(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            del self._scoring[group.place]
 
     async def _drop(self, groups: Sequence[Group], reason: str) -> None:
         """Count them, and let others in instead."""
@@ -276,8 +274,8 @@ class Pipeline:
     def _wanted(self) -> int:
         """An early update must not make samples too old that are on their way."""
         wanted = self.rates.wanted(len(self.buffer))
-        on_their_way = [version for _, version in self._rolling.values()]
-        on_their_way += [group.version for group in (*self.queue.groups, *self._scoring.values())]
+        groups = (*self._rolling.values(), *self.queue.groups, *self._scoring.values())
+        on_their_way = [group.version for group in groups]
         next_version = self.run.engine.policy_version + 1
         if min(on_their_way, default=next_version) < next_version - self.config.max_staleness:
             return self.run.config.train_batch_size
@@ -347,13 +345,19 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, and all groups in flight as far as they have come. There is no update running."""
-        rolling = [group for group, _ in self._rolling.values()]
-        groups = [*self._again, *rolling, *self.queue.groups, *self._scoring.values(), *self.buffer.groups]
+        stages = (self._again, self._rolling.values(), self.queue.groups, self._scoring.values(), self.buffer.groups)
+        groups = {
+            group.place: group for stage in stages for group in stage
+        }  # one on its way is at two: the later counts
+        if len(groups) != self.ledger.in_flight:
+            raise PipelineError(
+                f"{self.ledger.in_flight} prompts are in flight and {len(groups)} were found; this is a defect of the pipeline."
+            )
         return {
             "ledger": self.ledger.state_dict(),
             "prompts": self._position,
             "next_place": self._next_place,
-            "groups": groups,
+            "groups": list(groups.values()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
