@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.config import RewardConfig
-from verl_adaptor.config.recipe import LONGEST_PAUSE_S
+from verl_adaptor.config.base import LONGEST_PAUSE_S
 from verl_adaptor.errors import BackendNotInstalled, ConfigError, RewardError
 from verl_adaptor.ppo.reward import load_reward
 from verl_adaptor.ppo.reward_http import RewardService

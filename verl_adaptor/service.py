@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime as _date
 from itertools import groupby
 from typing import Any
 
-from verl_adaptor.config.recipe import LONGEST_PAUSE_S
+from verl_adaptor.config.base import LONGEST_PAUSE_S
 from verl_adaptor.errors import BackendNotInstalled, ConfigError
 
 try:
