@@ -57,7 +57,10 @@ def test_all_problems_are_told_at_once_with_their_path() -> None:
         ({"model": {}}, "exactly one of path .* and build"),
         ({"model": {"path": "m", "build": "a:b"}}, "exactly one of path .* and build"),
         ({"model": {"build": "no_colon"}}, "write 'package.module:name'"),
-        ({"data": {"task": "digits", "path": "x.jsonl"}}, "exactly one of path, task and generator; given: path, task"),
+        (
+            {"data": {"task": "digits", "path": "x.jsonl"}},
+            "exactly one of path, task, generator and url; given: path, task",
+        ),
         ({"reward": {"function": "a:b", "model": "m"}}, "function and model exclude each other"),
         ({"ppo": {"kl": {"where": "loss", "controller": "adaptive"}}}, "use controller='fixed'"),
     ],

@@ -29,15 +29,16 @@ MAY_IMPORT = {
     "registry": {"errors", "capabilities", "hookspecs"},
     "preflight": {"errors", "config", "capabilities"},
     "objects": {"errors"},
+    "service": {"errors", "config"},
     "tokenizer": {"errors"},
     "tasks": GIVEN,
-    "data": GIVEN | {"tasks"},
+    "data": GIVEN | {"tasks", "service"},
     "weights": {"errors"},
     "memory": GIVEN,
     "tracking": GIVEN,
     "execution": GIVEN
     | {"capabilities", "weights", "tokenizer"},  # what is elsewhere shows its spec here; its weights and texts pass
-    "ppo": GIVEN | {"weights", "data", "tasks", "tracking"},
+    "ppo": GIVEN | {"weights", "data", "tasks", "tracking", "service"},
     "backends": DOMAIN | {"hookspecs", "weights", "memory", "tokenizer"},
     "factory": BASE | {"protocols", "registry", "preflight", "execution"},
     "testing": None,  # None: everything but the command line

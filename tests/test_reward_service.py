@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.config import RewardConfig
-from verl_adaptor.config.recipe import LONGEST_PAUSE_S
+from verl_adaptor.config.base import LONGEST_PAUSE_S
 from verl_adaptor.errors import BackendNotInstalled, ConfigError, RewardError
 from verl_adaptor.ppo.reward import load_reward
-from verl_adaptor.ppo.reward_http import RewardService, backoff_cap_s, pause_s
+from verl_adaptor.ppo.reward_http import RewardService
 from verl_adaptor.samples import Trajectory
+from verl_adaptor.service import backoff_cap_s, pause_s
 from verl_adaptor.tasks.digits import BOS, END_OF_PROMPT, DigitsTask
 
 ROOT = Path(__file__).parent.parent
@@ -447,7 +448,8 @@ def test_a_resumed_run_may_find_its_service_elsewhere() -> None:
 
 def test_without_httpx_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    monkeypatch.delitem(sys.modules, "verl_adaptor.ppo.reward_http")
+    for module in ("ppo.reward_http", "service"):
+        monkeypatch.delitem(sys.modules, f"verl_adaptor.{module}")
     with pytest.raises(BackendNotInstalled, match=r"pip install 'verl-adaptor\[reward-service\]'"):
         load_reward(RewardConfig(url="http://h"), None)
 

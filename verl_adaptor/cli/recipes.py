@@ -14,9 +14,10 @@ from verl_adaptor.errors import ConfigError, nearest
 EMBEDDED = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package, found by their bare name."""
 PATIENCE = tuple(f"reward.{name}" for name in ("batch_size", "concurrency", "retries", "backoff_s", "timeout_s"))
+PATIENCE += tuple(f"data.{name}" for name in ("limit", "retries", "backoff_s", "timeout_s", "follow_timeout_s"))
 MAY_CHANGE = ("tracking", "checkpoint", "evaluation.every", *PATIENCE)
 """What may differ between a run and its resumption: the numbers of the steps do not depend on it."""
-MAY_MOVE = ("reward.url",)
+MAY_MOVE = ("reward.url", "data.url")
 """Addresses of what may be elsewhere when a run is resumed; there must have been one, and be one."""
 
 

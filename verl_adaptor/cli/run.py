@@ -155,9 +155,11 @@ def prepared(
             held_out=recipe.evaluation.prompts,
             task=plans.task,
         )
-        start = prompts.state_dict()
-        next(prompts)  # there is one to train on, beside the held-out ones
-        prompts.load_state_dict(start)
+        stack.callback(prompts.close)
+        if not recipe.data.streams:  # which may have none yet, and is waited for when one is needed
+            start = prompts.state_dict()
+            next(prompts)  # there is one to train on, beside the held-out ones
+            prompts.load_state_dict(start)
         run = (
             PPO(
                 config=recipe.ppo,
@@ -258,7 +260,9 @@ def _check_folder(recipe: Recipe, output: Path, checkpoints: Checkpoints, *, res
     if not resume and (kept.exists() or checkpoints.newest() is not None):
         raise ConfigError(f"{output} holds a run; go on with --resume, or choose another --output.")
     if resume and kept.exists():
-        old = yaml.safe_load(kept.read_text(encoding="utf-8"))
+        old = Recipe(**yaml.safe_load(kept.read_text(encoding="utf-8"))).model_dump(
+            mode="json"
+        )  # settings new since then
         changed = differences(old, recipe.model_dump(mode="json"))
         if changed:
             raise ConfigError(

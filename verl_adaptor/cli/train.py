@@ -64,9 +64,10 @@ def _serve(recipe: Path, overrides: Sequence[str]) -> None:
     idle_s = 600.0
     try:
         checked = load_recipe(recipe, overrides)
-        # longest that the first rank is busy without its peers: rollouts and rewards of a step and of an evaluation
+        # longest that the first rank is busy without its peers: prompts, rollouts and rewards of a step and of an evaluation
         samples = max(checked.ppo.train_batch_size * checked.rollout.n, checked.evaluation.prompts)
         idle_s += 2 * (checked.rollout.timeout_s + checked.reward.longest_s(samples))
+        idle_s += checked.data.longest_s(checked.ppo.train_batch_size)
     except VerlAdaptorError:
         pass  # the first rank says so
     _quiet()

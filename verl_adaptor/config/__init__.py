@@ -6,11 +6,11 @@ sentence a problem, all problems at once, each with the nearest valid name.
 
 from verl_adaptor.config.backends import EngineConfig, ExecutionConfig, ParallelConfig, TrainerConfig
 from verl_adaptor.config.base import Config, KLEstimator, LossAggregation, ObjectPath, flatten_fields
+from verl_adaptor.config.data import DataConfig
 from verl_adaptor.config.pipeline import PipelineConfig
 from verl_adaptor.config.ppo import KLConfig, PPOConfig, RolloutConfig, RolloutCorrectionConfig
 from verl_adaptor.config.recipe import (
     CheckpointConfig,
-    DataConfig,
     EvaluationConfig,
     ModelConfig,
     Recipe,

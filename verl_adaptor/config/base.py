@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -67,6 +68,28 @@ ObjectPath = Annotated[str, AfterValidator(_module_colon_name)]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+LONGEST_PAUSE_S = 60.0
+"""Longest pause before a request to a service is repeated, in seconds, whatever backoff or service ask for."""
+
+
+def _http_url(value: str) -> str:
+    try:
+        url = urlsplit(value)
+        fits = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # a port that is none, a bracket that stays open
+        fits = False
+    if not fits:
+        raise ValueError(f"{value!r} is no address of a service; write 'http://host:port/path', or https.")
+    if url.username is not None or url.password is not None:
+        raise ValueError("it holds a user or password, which would end in config.yaml and in logs; leave them out.")
+    return value
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+"""``http://host:port/path``, or https; no user or password in it."""
+Retries = Annotated[int, Field(ge=0, le=100)]
+BackoffSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
 ]
@@ -79,3 +102,14 @@ def flatten_fields(model: type[Config], nested: Mapping[str, type[Config]]) -> d
     for name, inner in nested.items():
         flat.update(dict.fromkeys(inner.model_fields, name))
     return flat
+
+
+def refuse_idle(config: Config, readers: Mapping[str, tuple[str, bool]]) -> None:
+    """Raise for settings that somebody changed and nobody reads: name -> (who would, whether that is set)."""
+    idle = [
+        f"{name}={getattr(config, name)!r} is for {reader}, which is not set; delete it."
+        for name, (reader, is_set) in readers.items()
+        if not is_set and getattr(config, name) != type(config).model_fields[name].default
+    ]
+    if idle:
+        raise ConfigError("\n".join(idle))

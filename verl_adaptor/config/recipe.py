@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from verl_adaptor.config.base import Config, ObjectPath, PositiveInt
+from verl_adaptor.config.base import (
+    LONGEST_PAUSE_S,
+    BackoffSeconds,
+    Config,
+    HttpUrl,
+    ObjectPath,
+    PositiveInt,
+    Retries,
+    refuse_idle,
+)
+from verl_adaptor.config.data import DataConfig
 from verl_adaptor.config.pipeline import PipelineConfig
 from verl_adaptor.config.ppo import PPOConfig, RolloutConfig
 from verl_adaptor.errors import ConfigError
@@ -33,61 +41,6 @@ class ModelConfig(Config):
         return self
 
 
-class DataConfig(Config):
-    """Where prompts come from. Exactly one of path, task and generator."""
-
-    path: Path | None = None
-    """A ``.jsonl`` or ``.parquet`` file, or a folder written by `datasets.save_to_disk`."""
-    task: str | None = None
-    """A task with its own scorer: ``digits``, ``reasoning_gym:NAME``, or ``package.module:factory``."""
-    generator: ObjectPath | None = None
-    """A function that returns an iterable of records."""
-    args: dict[str, Any] = {}
-    """Arguments of the task or the generator."""
-    prompt_key: str = "prompt"
-    """The record's field with the prompt: text, a list of chat messages, or token ids."""
-    system_prompt: str | None = None
-    """Put before a text prompt as a system message; needs a chat template."""
-    chat_template: bool | None = None
-    """Wrap text prompts as one user message. None: where the tokenizer has a template."""
-    shuffle_buffer: Annotated[int, Field(ge=0)] = 1024
-    """Records held for shuffling; 0 keeps the source's order."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt, in tokens, after the chat template."""
-    overlong: Literal["error", "drop"] = "error"
-    """A longer prompt is an error, or dropped and counted."""
-    eval_path: Path | None = None
-    """Held-out records in the same format. A task brings its own."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        given = [name for name in ("path", "task", "generator") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(f"give exactly one of path, task and generator; given: {', '.join(given) or 'none'}.")
-        if self.path is not None and self.args:
-            raise ConfigError(f"args={self.args!r} are for a task or a generator; with path nobody reads them.")
-        if self.task is not None and self.eval_path is not None:
-            raise ConfigError(f"eval_path={str(self.eval_path)!r}: a task brings its own held-out records; delete it.")
-        return self
-
-
-LONGEST_PAUSE_S = 60.0
-"""Longest pause before a request to a reward service is repeated, in seconds, whatever backoff or service ask for."""
-
-
-def _http_url(value: str) -> str:
-    try:
-        url = urlsplit(value)
-        fits = url.scheme in ("http", "https") and url.hostname and url.port != 0
-    except ValueError:  # a port that is none, a bracket that stays open
-        fits = False
-    if not fits:
-        raise ValueError(f"{value!r} is no address of a service; write 'http://host:port/path', or https.")
-    if url.username is not None or url.password is not None:
-        raise ValueError("it holds a user or password, which would end in config.yaml and in logs; leave them out.")
-    return value
-
-
 class RewardConfig(Config):
     """Who scores responses: at most one of function, model and url. All None: the task's own scorer."""
 
@@ -97,15 +50,15 @@ class RewardConfig(Config):
     """Folder of a sequence-classification model with one label."""
     model_batch_size: PositiveInt = 16
     """Responses that the reward model scores in one forward."""
-    url: Annotated[str, AfterValidator(_http_url)] | None = None
+    url: HttpUrl | None = None
     """Address of a reward service, which is sent samples as JSON: ``http://host:port/path``. See docs/rewards.md."""
     batch_size: PositiveInt = 16
     """Samples in one request to the service."""
     concurrency: PositiveInt = 8
     """Most requests that the service has at a time."""
-    retries: Annotated[int, Field(ge=0, le=100)] = 5
+    retries: Retries = 5
     """How often a request is repeated that found no service, no answer in time, or no answer that can be read."""
-    backoff_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    backoff_s: BackoffSeconds = 1.0
     """Longest pause before the first repetition, in seconds. It doubles with each one, up to 60; the pause is drawn
     between 0 and that, and what the service asks for with Retry-After comes on top (60 at most, together)."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -123,14 +76,8 @@ class RewardConfig(Config):
 
     @model_validator(mode="after")
     def _all_read(self) -> RewardConfig:
-        readers = dict.fromkeys(("batch_size", "concurrency", "retries", "backoff_s"), "url")
-        idle = [
-            f"{name}={getattr(self, name)!r} is for reward.{reader}, which is not set; delete it."
-            for name, reader in {"model_batch_size": "model", **readers}.items()
-            if getattr(self, reader) is None and getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if idle:
-            raise ConfigError("\n".join(idle))
+        url = dict.fromkeys(("batch_size", "concurrency", "retries", "backoff_s"), ("reward.url", self.url is not None))
+        refuse_idle(self, {"model_batch_size": ("reward.model", self.model is not None), **url})
         return self
 
     def longest_s(self, samples: int) -> float:

@@ -36,7 +36,20 @@ class Records(Protocol):
 
 
 def open_records(config: DataConfig, *, seed: int, task: Task | None = None) -> Records:
-    """What `config` names: a path, a task (which the caller has loaded) or a generator."""
+    """What `config` names: a path, a task (which the caller has loaded), a generator or a url.
+
+    Raises:
+        DataError: a path is missing, or of no known kind.
+        BackendNotInstalled: what reads it is not installed.
+    """
+    if config.url is not None:
+        from verl_adaptor.data.served import ServedRecords
+
+        return ServedRecords(config)
+    if config.path is not None and config.follow:
+        from verl_adaptor.data.streams import FollowedFile
+
+        return FollowedFile(_existing(config.path), config.follow_timeout_s)
     if config.path is not None:
         return open_path(config.path)
     if config.generator is not None:
@@ -52,11 +65,8 @@ def open_path(path: Path) -> Records:
     Raises:
         DataError: it is missing, or of no known kind.
     """
-    if path.is_dir():
+    if _existing(path).is_dir():
         return FolderRecords(path)
-    if not path.exists():
-        beside = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise DataError(f"{path} does not exist; {nearest(path.name, beside[:100])}.")
     kinds: dict[str, type[JsonlRecords] | type[ParquetRecords]] = {".jsonl": JsonlRecords, ".parquet": ParquetRecords}
     if path.suffix not in kinds:
         raise DataError(
@@ -64,6 +74,13 @@ def open_path(path: Path) -> Records:
             "datasets.save_to_disk."
         )
     return kinds[path.suffix](path)
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        beside = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
+        raise DataError(f"{path} does not exist; {nearest(path.name, beside[:100])}.")
+    return path
 
 
 class JsonlRecords:
@@ -78,11 +95,7 @@ class JsonlRecords:
             filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
             for number, line in itertools.islice(filled, start, None):
                 where = f"{self.path}:{number}"
-                try:
-                    record = json.loads(line)
-                except ValueError as error:  # also UnicodeDecodeError
-                    raise DataError(f"{where}: not valid JSON: {error}.") from error
-                yield where, _mapping(record, where)
+                yield where, parse_line(line, where)
 
 
 class ParquetRecords:
@@ -139,7 +152,7 @@ class FolderRecords:
 
 
 class GeneratorRecords:
-    """A function that returns an iterable of records; called anew for each epoch."""
+    """A function that returns an iterable of records; called anew for each epoch, of which one without an end has one."""
 
     def __init__(self, path: str, args: Mapping[str, Any]) -> None:
         self.path = path
@@ -171,10 +184,20 @@ class TaskRecords:
 def _numbered(records: Iterable[Any], name: str, start: int) -> Iterator[tuple[str, Record]]:
     for number, record in enumerate(itertools.islice(records, start, None), start):
         where = f"{name} record {number}"
-        yield where, _mapping(record, where)
+        yield where, as_record(record, where)
 
 
-def _mapping(record: Any, where: str) -> Record:
+def parse_line(line: bytes, where: str) -> Record:
+    """The record in a line of JSON. Raises `DataError`, which names the place, where there is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
+        raise DataError(f"{where}: not valid JSON: {error}.") from error
+    return as_record(record, where)
+
+
+def as_record(record: Any, where: str) -> Record:
+    """The same, which is an object with named fields; else `DataError`."""
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: a record must be an object with named fields, not {type(record).__name__}.")
     return record

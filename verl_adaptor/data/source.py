@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_adaptor.config import DataConfig
 from verl_adaptor.data.encode import PromptEncoder
 from verl_adaptor.data.records import Record, Records, open_path, open_records
+from verl_adaptor.data.streams import Stream
 from verl_adaptor.errors import ConfigError, DataError
 from verl_adaptor.protocols.requests import mix_seed
 from verl_adaptor.samples import Prompt
@@ -37,7 +38,7 @@ def open_prompts(
 
     The held-out prompts are the task's own, or the first `held_out` records of ``config.eval_path``. With neither, they
     are the first `held_out` records of the source. In each case training leaves out every record with a prompt
-    that is held out.
+    that is held out. Nothing is read yet of a source that streams.
 
     Args:
         config: what to read.
@@ -65,7 +66,7 @@ def open_prompts(
 
 
 class PromptSource:
-    """An endless iterator of prompts, epoch after epoch.
+    """An endless iterator of prompts, epoch after epoch. A source that streams is one epoch; its next prompt is waited for.
 
     Shuffling is by blocks: `shuffle_buffer` records are read, put into random order and handed out before the next are
     read; each epoch has an order of its own. A source no longer than the buffer is thus shuffled fully. So the position
@@ -133,6 +134,11 @@ class PromptSource:
                 )
         self.epoch, self.index, self.dropped = state["epoch"], state["index"], state["dropped"]
         self._stream = None
+
+    def close(self) -> None:
+        """End the wait for a source that streams, in whatever thread; it cannot be read any more. Others need no end."""
+        if isinstance(self._records, Stream):
+            self._records.close()
 
     def _prompts(self) -> Iterator[Prompt]:
         """Prompts from the current position on, for ever."""

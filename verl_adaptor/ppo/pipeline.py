@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from verl_adaptor.ppo.buffers import Group, Ledger, SampleQueue, Stage, TrainBuf
 from verl_adaptor.ppo.gate import GatedEngine
 from verl_adaptor.ppo.loop import PPO, Clock, evaluate_at, learn
 from verl_adaptor.ppo.rates import Admission, RateMatcher
+from verl_adaptor.ppo.reading import PromptReader
 from verl_adaptor.ppo.reward import Scores
 from verl_adaptor.ppo.rollout import first_failure, rollout_all
 from verl_adaptor.ppo.threads import in_daemon_thread
@@ -31,14 +31,10 @@ from verl_adaptor.ppo.watchdog import Watchdog
 from verl_adaptor.protocols.requests import mix_seed
 
 if TYPE_CHECKING:
-    from verl_adaptor.data import PromptSource
     from verl_adaptor.protocols import InferenceEngine, InFlight
-    from verl_adaptor.samples import Prompt
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE_S = 0.05
-"""A source that gives its prompts within this has given them at once: they are rolled out together."""
 POLL_S = 0.5
 """How often a stage that waits looks whether the run is to be stopped."""
 
@@ -66,6 +62,7 @@ class Pipeline:
         self.buffer = TrainBuffer(config.buffer_samples, config.buffer_bytes)
         self.admission = Admission(config.max_staleness, batch)
         self.rates = RateMatcher(config, config.concurrency or (config.max_staleness + 1) * batch, batch)
+        self.reader = PromptReader(run.prompts)
         self.gate = GatedEngine(run.engine)
         self.watchdog = Watchdog(config.stall_timeout_s, run.checkpoints.folder.parent / "stacks.txt")
         self._restarts = 0
@@ -143,7 +140,7 @@ class Pipeline:
 
     async def _read(self, most: int) -> list[Group]:
         """The next prompts, admitted. A source may take its time: nothing else waits for it, a checkpoint neither."""
-        found, position = await in_daemon_thread(lambda: _read(self.run.prompts, most), "prompts")
+        found, position = await self.reader.take(most)
         groups = [Group(place=place, prompt=prompt) for place, prompt in enumerate(found, self._next_place)]
         self._position, self._next_place = position, self._next_place + len(groups)
         for group in groups:
@@ -375,14 +372,6 @@ class Pipeline:
                 self.ledger.move([group], "sample_queue")
             else:
                 self._again.append(group)
-
-
-def _read(prompts: PromptSource, most: int) -> tuple[list[Prompt], dict[str, Any]]:
-    """Up to `most` prompts, as many as come at once, and the position after them."""
-    found, start = [next(prompts)], time.monotonic()
-    while len(found) < most and time.monotonic() - start < AT_ONCE_S:
-        found.append(next(prompts))
-    return found, prompts.state_dict()
 
 
 def _failed(stage: str, error: BaseException) -> PipelineError:

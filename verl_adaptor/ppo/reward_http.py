@@ -18,34 +18,21 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime as _date
-from itertools import groupby
 from typing import Any
 
 from verl_adaptor.config import RewardConfig
-from verl_adaptor.config.recipe import LONGEST_PAUSE_S
 from verl_adaptor.data.encode import to_builtins
-from verl_adaptor.errors import BackendNotInstalled, ConfigError, DataError, RewardError
+from verl_adaptor.errors import ConfigError, DataError, RewardError
 from verl_adaptor.ppo.reward import Scores, check_scores
 from verl_adaptor.samples import Trajectory
+from verl_adaptor.service import CONNECT_S, DIRECT, Attempts, Failure, checked_url, listed, unanswered
 
-try:
-    import httpx
-except ImportError as error:
-    raise BackendNotInstalled(
-        f"reward.url needs httpx, which is not installed ({error}); pip install 'verl-adaptor[reward-service]'"
-    ) from error
+import httpx  # isort: skip  # after `service`, which says how to install it
 
 logger = logging.getLogger(__name__)
 
-RETRIED = frozenset({429, 502, 503, 504})
-"""Statuses that may be another one a moment later; any other than these and 2xx would only be repeated."""
-CONNECT_S = 10.0
-"""Longest wait for a connection: an address that swallows packets is told from a slow scorer."""
 CLOSE_S = 5.0
 """Longest wait for connections to close."""
-DIRECT = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
-"""Hosts that no proxy of the environment could reach for us."""
 
 
 class RewardService:
@@ -74,10 +61,7 @@ class RewardService:
     ) -> None:
         if config.url is None:
             raise ConfigError("reward.url is not set; a RewardService needs the address of one: http://host:port/path.")
-        try:
-            self.url = str(httpx.URL(config.url))
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"reward.url={config.url!r} is no address of a service: {error}.") from error
+        self.url = checked_url(config.url, "reward.url")
         self.config = config
         self.attempts = 0
         """Requests made so far, repetitions included."""
@@ -138,48 +122,32 @@ class RewardService:
 
     async def _ask(self, client: httpx.AsyncClient, body: bytes, which: str) -> list[Any]:
         """The answer to a request, repeated where that may help."""
-        outcomes: list[str] = []
+        attempts = Attempts(self.config.retries, self.config.backoff_s, self._rng)
         while True:
             self.attempts += 1
             try:
                 return await self._post(client, body)
-            except _Failure as failure:
-                outcomes.append(failure.outcome)
-                if failure.final or len(outcomes) > self.config.retries:
-                    raise self._error(which, outcomes, final=failure.final) from failure.__cause__
-                pause = pause_s(len(outcomes), self.config.backoff_s, self._rng, failure.retry_after_s)
+            except Failure as failure:
+                pause = attempts.pause_after(failure)
+                if pause is None:
+                    raise self._error(which, attempts, final=failure.final) from failure.__cause__
             logger.warning(
                 "reward service %s, %s, attempt %d of %d: %s; the next in %.1f s.",
-                *(self.url, which, len(outcomes), self.config.retries + 1, outcomes[-1], pause),
+                *(self.url, which, len(attempts.outcomes), attempts.retries + 1, attempts.outcomes[-1], pause),
             )
             await self._sleep(pause)
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> list[Any]:
-        """One attempt. Raises `_Failure`."""
+        """One attempt. Raises `Failure`."""
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 response = await client.post(self.url, content=body, headers={"content-type": "application/json"})
-        except TimeoutError as error:
-            raise _Failure(f"no answer within {self.config.timeout_s:g} s") from error
-        except httpx.ConnectTimeout as error:
-            raise _Failure(f"no connection within {CONNECT_S:g} s") from error
-        except httpx.RequestError as error:  # refused, reset, cut short, compressed wrongly
-            raise _Failure(f"{type(error).__name__}: {_innermost(error)}") from error
-        if response.is_success:
-            return _decode(response)
-        outcome = f"{response.status_code} {response.reason_phrase} {_excerpt(response)}"
-        if response.has_redirect_location:
-            outcome += f", a redirection to {response.headers['location']}: give that as reward.url"
-        final = response.status_code not in RETRIED
-        raise _Failure(outcome, final=final, retry_after_s=_retry_after_s(response))
+        except (TimeoutError, httpx.RequestError) as error:
+            raise unanswered(error, self.config.timeout_s) from error
+        # an integer beyond floats is inf, which is then refused
+        return listed(response, "rewards", key="reward.url", parse_int=float)
 
-    def _error(self, which: str, outcomes: list[str], *, final: bool) -> RewardError:
-        """What happened in each attempt, equal neighbours together, and what to do."""
-        told, number = [], 1
-        for outcome, same in groupby(outcomes):
-            last = number + len(list(same)) - 1
-            told.append(f"attempt {number}: {outcome}" if last == number else f"attempts {number} to {last}: {outcome}")
-            number = last + 1
+    def _error(self, which: str, attempts: Attempts, *, final: bool) -> RewardError:
         patience = self.config
         cure = (
             "Such an answer is not asked for again: see the service's log, and docs/rewards.md for what it is sent."
@@ -188,21 +156,7 @@ class RewardService:
             f"reward.backoff_s={patience.backoff_s:g} or reward.timeout_s={patience.timeout_s:g}. "
             "A run goes on with --resume, with another reward.url too."
         )
-        return RewardError(f"reward service {self.url} gave no rewards for {which}: {'; '.join(told)}. {cure}")
-
-
-def backoff_cap_s(attempt: int, backoff_s: float) -> float:
-    """Longest pause that is drawn after failed attempt number `attempt` (from 1), in seconds: it doubles, up to 60."""
-    return min(LONGEST_PAUSE_S, backoff_s * 2.0 ** min(attempt - 1, 60))
-
-
-def pause_s(attempt: int, backoff_s: float, rng: random.Random, retry_after_s: float = 0.0) -> float:
-    """Pause after failed attempt number `attempt` (from 1), in seconds.
-
-    It is drawn evenly between 0 and the cap (full jitter), so that clients which failed together do not come back
-    together, not even at the moment that the service has named.
-    """
-    return min(LONGEST_PAUSE_S, retry_after_s + rng.uniform(0.0, backoff_cap_s(attempt, backoff_s)))
+        return RewardError(f"reward service {self.url} gave no rewards for {which}: {attempts}. {cure}")
 
 
 @dataclass
@@ -212,14 +166,6 @@ class _Line:
     client: httpx.AsyncClient
     places: asyncio.Semaphore
     users: int = 0
-
-
-class _Failure(Exception):
-    """One attempt brought no rewards."""
-
-    def __init__(self, outcome: str, *, final: bool = False, retry_after_s: float = 0.0) -> None:
-        super().__init__(outcome)
-        self.outcome, self.final, self.retry_after_s = outcome, final, retry_after_s
 
 
 def _encode(batch: Sequence[Trajectory], first: int) -> bytes:
@@ -252,41 +198,3 @@ def _plain_json(value: Any, index: int, key: str) -> Any:
             "word; make it null, or leave the field out."
         ) from error
     return plain
-
-
-def _decode(response: httpx.Response) -> list[Any]:
-    """The rewards in an answer, unchecked."""
-    try:
-        answer = json.loads(response.content, parse_int=float)  # an integer beyond floats is inf, which is then refused
-    except (ValueError, RecursionError) as error:
-        raise _Failure(f"{_excerpt(response)} instead of JSON") from error
-    if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
-        raise _Failure(f'{_excerpt(response)} instead of {{"rewards": [...]}}')
-    return list(answer["rewards"])
-
-
-def _innermost(error: BaseException) -> str:
-    """What the operating system said, from beneath the layers that only say that connecting failed."""
-    inner: BaseException | None = error
-    while inner is not None:
-        error = inner
-        # __context__, because httpcore raises "from None"
-        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
-    return str(error) or type(error).__name__
-
-
-def _excerpt(response: httpx.Response) -> str:
-    return repr(response.text if len(response.text) <= 300 else f"{response.text[:300]}...")
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """Seconds that the answer's Retry-After asks for, at most 60; 0 where there is none that can be read."""
-    asked = response.headers.get("retry-after", "").strip()
-    try:
-        # a date is compared with the answer's own: the clocks of two machines may differ
-        seconds = (
-            float(asked) if asked.isdecimal() else (_date(asked) - _date(response.headers["date"])).total_seconds()
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return 0.0
-    return min(LONGEST_PAUSE_S, max(0.0, seconds))
