@@ -22,10 +22,11 @@ import yaml
 from verl_adaptor.cli.run import prepared
 from verl_adaptor.config import Recipe
 from verl_adaptor.errors import ConfigError, EngineError, PipelineError, RewardError, WorkerDied
+from verl_adaptor.execution import WorkerPool
 from verl_adaptor.ppo.loop import PPO, train
 from verl_adaptor.ppo.pipeline import Pipeline
 from verl_adaptor.samples import Trajectory
-from verl_adaptor.testing.bench import SHARE_CPUS, WORKERS
+from verl_adaptor.testing.bench import SHARE_CPUS
 from verl_adaptor.testing.models import make_tiny_model
 from verl_adaptor.tracking import is_timing
 
@@ -66,8 +67,8 @@ def recipe(folder: Path, pipeline: dict[str, Any] | None = None, **sections: Any
 
 @contextmanager
 def ready(wanted: Recipe, output: Path, *, resume: bool = False) -> Iterator[PPO]:
-    with prepared(wanted, output, resume=resume, workers=WORKERS) as (run, _):
-        yield run
+    with WorkerPool() as workers, prepared(wanted, output, resume=resume, workers=workers) as (run, _):
+        yield run  # ranks of its own: some are killed, and none are left to the tests after these
 
 
 def run_pipeline(

@@ -6,7 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -216,6 +217,7 @@ class _Session:
         self._groups = 0
         self._ours: str | None = None
         self._lock = threading.Lock()
+        self._starter: ThreadPoolExecutor | None = None
 
     def join(self, execution: ExecutionConfig, world_size: int) -> None:
         """Connect if need be. Raises `ConfigError` for a cluster other than the one this process is in."""
@@ -227,13 +229,21 @@ class _Session:
                     here = {"CPU": float(os.cpu_count() or 1)}
                     if places([here], {"CPU": execution.cpus_per_worker}) < world_size:
                         raise ConfigError(no_room(world_size, {"CPU": execution.cpus_per_worker}, [here]))
-                _connect(self._ours)
+                self._from_a_lasting_thread(_connect, self._ours)
             elif wanted not in (None, "auto", self._ours, ray.get_runtime_context().gcs_address):
                 raise ConfigError(
                     f"ray_address={wanted!r}, but this process is connected to {ray.get_runtime_context().gcs_address}; "
                     "one process can be in one Ray cluster only: leave ray_address out, or close the other trainers first."
                 )
             self._groups += 1
+
+    def _from_a_lasting_thread(self, start: Callable[[str], None], address: str) -> None:
+        """Linux ends Ray's processes, and Ray then this one, with the thread that has started them: so one that stays."""
+        if threading.current_thread() is threading.main_thread():
+            return start(address)
+        if self._starter is None:
+            self._starter = ThreadPoolExecutor(1, thread_name_prefix="ray-start")
+        return self._starter.submit(start, address).result()
 
     def leave(self) -> None:
         """One group fewer."""
