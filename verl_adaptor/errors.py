@@ -20,6 +20,7 @@
     │   ├── InvalidRequest          one request is refused; the others live on (also a ValueError)
     │   ├── EngineClosed            used after close()
     │   ├── EnginePaused            a call would wait for ever on a paused or sleeping engine
+    │   ├── RolloutTimeout          rollouts were not finished in time; the engine may be well
     │   └── WeightUpdateError       names, shapes or values of a weight update are wrong
     └── TrainerError
         ├── TrainerClosed           used after close()
@@ -109,6 +110,10 @@ class EngineClosed(EngineError):
 
 class EnginePaused(EngineError):
     """A call would wait for ever, because the engine is paused or asleep."""
+
+
+class RolloutTimeout(EngineError):
+    """Rollouts were not finished in time; what hangs may be a tool, and the engine may be well."""
 
 
 class WeightUpdateError(EngineError):

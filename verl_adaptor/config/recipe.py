@@ -182,9 +182,13 @@ class Recipe(Config):
         pipeline = self.pipeline
         if pipeline is None:
             return
-        samples, n = self.ppo.train_batch_size * self.rollout.n, self.rollout.n
+        n = self.rollout.n
+        samples = (pipeline.max_staleness + 1) * self.ppo.train_batch_size * n
         if pipeline.buffer_samples < samples:
-            yield f"pipeline.buffer_samples={pipeline.buffer_samples} never holds the {samples} samples of an update; raise it."
+            yield (
+                f"pipeline.buffer_samples={pipeline.buffer_samples} does not hold the {samples} samples that max_staleness="
+                f"{pipeline.max_staleness} lets in; raise it."
+            )
         if pipeline.queue_samples < n:
             yield f"pipeline.queue_samples={pipeline.queue_samples} does not hold the {n} samples of one prompt; raise it."
         if pipeline.drop_silent and n < 2:

@@ -251,9 +251,12 @@ class TrainBuffer(_Buffer):
         return True
 
     async def take(self, count: int) -> list[Group]:
-        """Up to this many groups, oldest first."""
+        """Up to this many groups: those of the oldest policy first, and of those the first of the data."""
         async with self._changed:
-            taken = [self._pop() for _ in range(min(count, len(self)))]
+            taken = sorted(self._groups, key=lambda group: (group.version, group.place))[:count]
+            for group in taken:
+                self._groups.remove(group)
+                self._count(group, -1)
             self._changed.notify_all()
             return taken
 

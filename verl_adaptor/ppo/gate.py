@@ -66,7 +66,8 @@ class GatedEngine:
         return completion
 
     async def _ask(self, prompt: Any, params: SamplingParams) -> list[Completion]:
-        await self._open.wait()
+        while not self._open.is_set():  # it may be shut again before this is woken
+            await self._open.wait()
         self.running += 1
         self._idle.clear()
         try:

@@ -18,7 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl_adaptor.config.pipeline import PipelineConfig
-from verl_adaptor.errors import EngineError, InvalidRequest, PipelineError, RewardError, VerlAdaptorError
+from verl_adaptor.errors import (
+    EngineError,
+    InvalidRequest,
+    PipelineError,
+    RewardError,
+    RolloutTimeout,
+    VerlAdaptorError,
+)
 from verl_adaptor.ppo.buffers import Group, Ledger, SampleQueue, Stage, TrainBuffer
 from verl_adaptor.ppo.gate import GatedEngine
 from verl_adaptor.ppo.loop import PPO, Clock, evaluate_at, learn
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HOLD_S = 0.02
+"""How often an update that waits for samples on their way looks for them."""
 POLL_S = 0.5
 """How often a stage that waits looks whether the run is to be stopped."""
 
@@ -61,7 +70,8 @@ class Pipeline:
         self.queue = SampleQueue(config.queue_samples, config.queue_bytes)
         self.buffer = TrainBuffer(config.buffer_samples, config.buffer_bytes)
         self.admission = Admission(config.max_staleness, batch)
-        self.rates = RateMatcher(config, config.concurrency or (config.max_staleness + 1) * batch, batch)
+        most = config.concurrency or (config.max_staleness + 1) * batch
+        self.rates = RateMatcher(config, most, batch, run.config.mini_batch_size or 1)
         self.reader = PromptReader(run.prompts)
         self.gate = GatedEngine(run.engine)
         self.watchdog = Watchdog(config.stall_timeout_s, run.checkpoints.folder.parent / "stacks.txt")
@@ -89,15 +99,13 @@ class Pipeline:
         """
         run = self.run
         self.step = run.checkpoints.restore(run, self.load_state_dict)
-        await self._sync("wait")
-        if self.step == 0:
-            await evaluate_at(run, 0)
         try:
             async with asyncio.TaskGroup() as stages:
-                others = [
+                others = [stages.create_task(self.watchdog.watch(self.ledger.check))]
+                await self._named("update", self._begin())
+                others += [
                     stages.create_task(self._named("rollout", self._rollouts())),
                     stages.create_task(self._named("reward", self._rewards())),
-                    stages.create_task(self.watchdog.watch(self.ledger.check)),
                 ]
                 await self._named("update", self._updates())
                 for task in others:
@@ -110,11 +118,10 @@ class Pipeline:
         """A stage's work; what makes it fail is told with its name."""
         try:
             await work
-        except PipelineError:
-            raise
-        except BaseExceptionGroup as failures:
-            raise _failed(stage, first_failure(failures)) from first_failure(failures)
-        except Exception as error:
+        except Exception as failure:  # also an ExceptionGroup
+            error = first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
+            if isinstance(error, PipelineError):
+                raise error from error.__cause__
             raise _failed(stage, error) from error
 
     # -- prompts -> rollout -> sample queue ----------------------------------------------------------------------
@@ -166,7 +173,7 @@ class Pipeline:
                         timeout_s=run.rollout_config.timeout_s,
                     )
                     break
-                except InvalidRequest:
+                except (InvalidRequest, RolloutTimeout):  # the engine may be well
                     raise
                 except EngineError as error:
                     await self._mend(engine, error)
@@ -216,6 +223,12 @@ class Pipeline:
             del self._scoring[group.place]
             self.ledger.move([group], "train_buffer")
             await self._drop(gone, "overflow")
+            if gone and len(self.buffer) < self.rates.fewest:
+                raise PipelineError(
+                    f"the train buffer is full with {len(self.buffer)} prompts of {self.buffer.nbytes >> 20} MiB, fewer than an "
+                    "update takes; raise pipeline.buffer_bytes or buffer_samples.",
+                    stage="train_buffer",
+                )
         return None
 
     async def _drop(self, groups: Sequence[Group], reason: str) -> None:
@@ -225,6 +238,23 @@ class Pipeline:
             await self._let_in()
 
     # -- train buffer -> update -> new weights -------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        await self._sync("wait")
+        if self.step == 0:
+            await self._evaluate(last=False)
+
+    async def _evaluate(self, *, last: bool) -> float:
+        """As the loop's; an engine that fails meanwhile is made anew."""
+        while True:
+            engine = self.gate.engine
+            try:
+                with self.watchdog.busy("evaluation"):
+                    return await evaluate_at(self.run, self.step, last=last)
+            except (InvalidRequest, RolloutTimeout):
+                raise
+            except EngineError as error:
+                await self._mend(engine, error)
 
     async def _updates(self) -> None:
         run, clock = self.run, Clock()
@@ -243,7 +273,7 @@ class Pipeline:
             metrics |= self.ledger.metrics() | self.rates.metrics() | clock.metrics()
             last = self.ledger.trained >= self.total
             if last or (run.evaluation_config.every and self.step % run.evaluation_config.every == 0):
-                metrics["eval/reward"] = await evaluate_at(run, self.step, last=last)
+                metrics["eval/reward"] = await self._evaluate(last=last)
             await (
                 self._let_in()
             )  # after an evaluation: without staleness, the engine's batches are the synchronous run's
@@ -261,22 +291,35 @@ class Pipeline:
                 raise KeyboardInterrupt
             oldest = self.run.engine.policy_version - self.config.max_staleness
             await self._drop(await self.buffer.remove_older(oldest), "stale")
+            held = self._would_make_too_old()
             wanted = min(self._wanted(), left)
-            if len(self.buffer) >= wanted:
-                groups = await self.buffer.take(min(self.run.config.train_batch_size, left))
-                self.rates.early_updates += len(groups) < min(self.run.config.train_batch_size, left)
+            if len(self.buffer) >= wanted and not held:
+                most = min(left, self.run.config.train_batch_size)
+                groups = await self.buffer.take(min(left, self.rates.taken(len(self.buffer)) or most))
+                self.rates.early_updates += len(groups) < most
                 return sorted(groups, key=lambda group: group.place)
-            await self.buffer.wait(wanted, POLL_S)
+            await self.buffer.wait(max(wanted, len(self.buffer) + 1), HOLD_S if held else POLL_S)
 
     def _wanted(self) -> int:
-        """An early update must not make samples too old that are on their way."""
-        wanted = self.rates.wanted(len(self.buffer))
-        groups = (*self._rolling.values(), *self.queue.groups, *self._scoring.values())
-        on_their_way = [group.version for group in groups]
-        next_version = self.run.engine.policy_version + 1
-        if min(on_their_way, default=next_version) < next_version - self.config.max_staleness:
-            return self.run.config.train_batch_size
-        return wanted
+        """Prompts that the next update needs: whole ones where early ones would come too often for those that wait."""
+        wanted, batch = self.rates.wanted(len(self.buffer)), self.rates.batch
+        if wanted == batch:
+            return batch
+        versions = sorted(group.version for group in (*self._on_their_way(), *self.buffer.groups))
+        after, served = versions[self.rates.taken(len(self.buffer)) :], self.run.engine.policy_version
+        ages = (served + 1 + place // batch - version for place, version in enumerate(after))
+        return wanted if max(ages, default=0) <= self.config.max_staleness else batch
+
+    def _on_their_way(self) -> list[Group]:
+        return [*self._rolling.values(), *self.queue.groups, *self._scoring.values()]
+
+    def _would_make_too_old(self) -> bool:
+        """Whether an update now would make samples too old that are on their way.
+
+        It waits for them: else the longest responses would never be trained on, and with a larger bound no more often.
+        """
+        oldest = self.run.engine.policy_version - self.config.max_staleness
+        return self.config.max_staleness > 0 and any(group.version <= oldest for group in self._on_their_way())
 
     def _learn(self, groups: Sequence[Group], clock: Clock) -> dict[str, float]:
         trajectories = [t for group in groups for t in group.trajectories]

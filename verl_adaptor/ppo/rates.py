@@ -5,6 +5,7 @@ Nothing here reads a clock: what is decided depends on what has happened, so a t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from verl_adaptor.config.pipeline import PipelineConfig
@@ -51,6 +52,8 @@ class RateMatcher:
     config: PipelineConfig
     most: int
     batch: int
+    unit: int = 1
+    """Prompts of a mini-batch: an update is made of whole ones."""
     concurrency: int = field(init=False)
     early: bool = field(init=False, default=False)
     """Whether updates may be smaller now."""
@@ -94,7 +97,11 @@ class RateMatcher:
     @property
     def fewest(self) -> int:
         """Prompts of the smallest early update."""
-        return max(1, round(self.config.early_fraction * self.batch))
+        return max(1, math.ceil(self.config.early_fraction * self.batch / self.unit)) * self.unit
+
+    def taken(self, buffered: int) -> int:
+        """Prompts of an update, with so many there."""
+        return min(self.batch, buffered // self.unit * self.unit)
 
     def metrics(self) -> dict[str, float]:
         """The decisions, for the log."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from verl_adaptor.config import RolloutConfig
-from verl_adaptor.errors import ConfigError, EngineError, VerlAdaptorError
+from verl_adaptor.errors import ConfigError, RolloutTimeout, VerlAdaptorError
 from verl_adaptor.protocols.engine import InferenceEngine
 from verl_adaptor.protocols.requests import mix_seed
 from verl_adaptor.samples import Prompt, SamplingParams, Trajectory
@@ -71,7 +71,7 @@ async def rollout_all(
             ]
     except TimeoutError as error:
         unfinished = sum(not task.done() or task.cancelled() for task in tasks)
-        raise EngineError(
+        raise RolloutTimeout(
             f"{unfinished} of {len(tasks)} rollouts were not finished within {timeout_s:.0f} s; look for a tool that hangs, or "
             "raise rollout.timeout_s."
         ) from error
