@@ -74,7 +74,16 @@ def train(folder: Path, name: str, settings: list[str], *, threads: int) -> list
 @contextmanager
 def service(latency_s: float) -> Iterator[str]:
     """The example of a reward service; its URL."""
-    command = [sys.executable, str(ROOT / "examples/reward_service.py"), "--task", "digits", "--seed", "0"]
+    command = [
+        sys.executable,
+        str(ROOT / "examples/reward_service.py"),
+        "--task",
+        "digits",
+        "--seed",
+        "0",
+        "--port",
+        "0",
+    ]
     command += ["--latency-mean-s", str(latency_s), "--latency-sigma", str(SIGMA)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
