@@ -133,13 +133,14 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
     interruptions = (
         waited(rows, ("wait",)) / len(rows) / (waited(baselines[best], ("rollout", "reward")) / len(baselines[best]))
     )
+    growth = max(held[-quarter:]) / max(1.0, *held[quarter : 2 * quarter])
     wanted = min(TARGET, SHARE * bound)
     return {
         "throughput_ratio": ratio,
         "bound": bound,
         "wanted": wanted,
         "interruptions_ratio": interruptions,
-        "queue_growth": max(held[-quarter:]) / max(1.0, *held[quarter : 2 * quarter]),
+        "queue_growth": growth,
         "staleness_max": max(row["pipeline/staleness_max"] for row in rows),
         "dropped": rows[-1]["pipeline/dropped"],
         "best_threads": best,
@@ -149,7 +150,7 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
         "asynchronous_s": seconds(rows),
         "synchronous_tokens_per_second": {str(threads): rate(found) for threads, found in baselines.items()},
         "asynchronous_tokens_per_second": rate(rows),
-        "within_limits": ratio >= wanted and interruptions <= 0.1,
+        "within_limits": ratio >= wanted and interruptions <= 0.1 and growth <= 1.5,
     }
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from verl_adaptor.config import PipelineConfig
 from verl_adaptor.errors import ConfigError, PipelineError
 from verl_adaptor.ppo.buffers import Group, Ledger, SampleQueue, TrainBuffer
-from verl_adaptor.ppo.rates import Admission, RateMatcher
+from verl_adaptor.ppo.rates import RateMatcher, admissible
 from verl_adaptor.ppo.watchdog import Watchdog
 from verl_adaptor.samples import Prompt, Trajectory
 
@@ -159,7 +159,7 @@ def test_the_train_buffer_bounds_bytes_too_and_finds_what_is_stale() -> None:
 
 @given(eta=st.integers(0, 4), batch=st.integers(1, 9), trained=st.integers(0, 50), in_flight=st.integers(0, 60))
 def test_admission_is_areals_rule(eta: int, batch: int, trained: int, in_flight: int) -> None:
-    room = Admission(eta, batch).room(trained * batch, in_flight)
+    room = admissible(eta, batch, in_flight)
     assert room == max(0, (eta + trained + 1) * batch - (trained * batch + in_flight))
 
 

@@ -26,6 +26,7 @@ from verl_adaptor.capabilities import Capability
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.cli.signals import StopSignals
 from verl_adaptor.config import EngineConfig, Recipe, TrainerConfig
+from verl_adaptor.config.recipe import TRAINERS_OWN
 from verl_adaptor.data import open_prompts
 from verl_adaptor.errors import ConfigError, ModelError
 from verl_adaptor.execution import WorkerPool
@@ -45,8 +46,6 @@ from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
 
 TrainerPlan = Plan[TrainerBackend, TrainerConfig]
-TRAINERS_OWN = "trainer"
-"""An engine's backend in a recipe: the actor's `rollout_engine`."""
 NO_ADAPTERS = dict.fromkeys(("lora_rank", "lora_alpha", "lora_target_modules"))
 """What a reference does not inherit from the actor: it is the model as it was."""
 

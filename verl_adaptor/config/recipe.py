@@ -41,6 +41,10 @@ class ModelConfig(Config):
         return self
 
 
+TRAINERS_OWN = "trainer"
+"""In place of an engine's backend: the actor's `rollout_engine`."""
+
+
 class RewardConfig(Config):
     """Who scores responses: at most one of function, model and url. All None: the task's own scorer."""
 
@@ -195,7 +199,7 @@ class Recipe(Config):
             yield f"pipeline.drop_silent: with rollout.n={n} no sample differs from another of its prompt; use n >= 2."
         if self.ppo.advantage == "remax":
             yield "pipeline: the greedy rollouts of ppo.advantage='remax' belong to one step; use another advantage."
-        if self.engine.get("backend") == "trainer":
+        if self.engine.get("backend") == TRAINERS_OWN:
             yield (
                 "pipeline: with engine.backend='trainer' rollouts and updates share the same ranks and cannot overlap; name an "
                 "engine of its own, or delete the section."

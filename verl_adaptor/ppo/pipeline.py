@@ -29,7 +29,7 @@ from verl_adaptor.errors import (
 from verl_adaptor.ppo.buffers import Group, Ledger, SampleQueue, Stage, TrainBuffer
 from verl_adaptor.ppo.gate import GatedEngine
 from verl_adaptor.ppo.loop import PPO, Clock, evaluate_at, learn
-from verl_adaptor.ppo.rates import Admission, RateMatcher
+from verl_adaptor.ppo.rates import RateMatcher, admissible
 from verl_adaptor.ppo.reading import PromptReader
 from verl_adaptor.ppo.reward import Scores
 from verl_adaptor.ppo.rollout import first_failure, rollout_all
@@ -69,7 +69,6 @@ class Pipeline:
         self.ledger = Ledger()
         self.queue = SampleQueue(config.queue_samples, config.queue_bytes)
         self.buffer = TrainBuffer(config.buffer_samples, config.buffer_bytes)
-        self.admission = Admission(config.max_staleness, batch)
         most = config.concurrency or (config.max_staleness + 1) * batch
         self.rates = RateMatcher(config, most, batch, run.config.mini_batch_size or 1)
         self.reader = PromptReader(run.prompts)
@@ -138,7 +137,8 @@ class Pipeline:
     def _places(self) -> int:
         """How many prompts may be let in now."""
         free = self.rates.concurrency - len(self._rolling)
-        room = len(self._again) or self.admission.room(self.ledger.trained, self.ledger.in_flight)
+        batch = self.run.config.train_batch_size
+        room = len(self._again) or admissible(self.config.max_staleness, batch, self.ledger.in_flight)
         return max(0, min(free, room))
 
     def _restored(self, most: int) -> list[Group]:
@@ -274,9 +274,8 @@ class Pipeline:
             last = self.ledger.trained >= self.total
             if last or (run.evaluation_config.every and self.step % run.evaluation_config.every == 0):
                 metrics["eval/reward"] = await self._evaluate(last=last)
-            await (
-                self._let_in()
-            )  # after an evaluation: without staleness, the engine's batches are the synchronous run's
+            # after an evaluation: without staleness, the engine's batches are the synchronous run's
+            await self._let_in()
             run.tracker.log(self.step, metrics)
             if run.checkpoints.due(self.step, last=last):
                 await self._save()
@@ -386,9 +385,8 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Counts, and all groups in flight as far as they have come. There is no update running."""
         stages = (self._again, self._rolling.values(), self.queue.groups, self._scoring.values(), self.buffer.groups)
-        groups = {
-            group.place: group for stage in stages for group in stage
-        }  # one on its way is at two: the later counts
+        # one that is handed on just now is at two stages: the later counts
+        groups = {group.place: group for stage in stages for group in stage}
         if len(groups) != self.ledger.in_flight:
             raise PipelineError(
                 f"{self.ledger.in_flight} prompts are in flight and {len(groups)} were found; this is a defect of the pipeline."

@@ -11,26 +11,16 @@ from dataclasses import dataclass, field
 from verl_adaptor.config.pipeline import PipelineConfig
 
 
-@dataclass
-class Admission:
-    """The bound on staleness, kept where prompts enter (AReaL, arXiv 2505.24298): accepted + running <= (max_staleness + version
-    + 1) x batch, where version counts whole batches.
+def admissible(max_staleness: int, batch: int, in_flight: int) -> int:
+    """How many more prompts may enter, so that none is trained on too late.
+
+    AReaL's rule (arXiv 2505.24298): accepted + running <= (max_staleness + version + 1) x batch. The version counts whole
+    batches that were trained on, and those are on both sides. A prompt that was dropped has given its place back.
 
     A prompt is trained on after those that were admitted before it. With so few of them its update comes at most
     `max_staleness` versions after its first token, unless others overtake it.
-
-    Args:
-        max_staleness: versions.
-        batch: prompts a whole update.
     """
-
-    max_staleness: int
-    batch: int
-
-    def room(self, trained: int, in_flight: int) -> int:
-        """How many more may enter. A prompt that was dropped is neither, so that its place is free again."""
-        accepted = trained + in_flight
-        return max(0, (self.max_staleness + 1) * self.batch + trained - accepted)
+    return max(0, (max_staleness + 1) * batch - in_flight)
 
 
 @dataclass
