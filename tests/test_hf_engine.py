@@ -441,6 +441,53 @@ def test_a_failing_step_ends_its_requests_only(make: Any, monkeypatch: pytest.Mo
     assert engine.generate([(5, 6)], SamplingParams(max_tokens=2, ignore_eos=True))[0].finish_reason == "length"
 
 
+def test_an_event_loop_waits_for_no_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step does not return, callers come and go."""
+    engine, returns, steps = make(), threading.Event(), threading.Event()
+    step = engine._step
+    wanted = SamplingParams(max_tokens=3, ignore_eos=True)
+
+    def late() -> Any:
+        steps.set()
+        assert returns.wait(30), "the event loop waited for the step"
+        return step()
+
+    async def come_and_go() -> list[list[Completion]]:
+        stays, goes = (asyncio.create_task(engine.agenerate((5, i), wanted)) for i in (6, 7))
+        while not steps.is_set():
+            await asyncio.sleep(0.01)
+        goes.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await goes
+        comes = asyncio.create_task(engine.agenerate((8, 9), wanted))
+        await asyncio.sleep(0.02)
+        returns.set()
+        return await asyncio.gather(stays, comes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_step", late)
+        found = asyncio.run(come_and_go())
+    assert [len(c.token_ids) for [c] in found] == [3, 3]
+    assert not engine.running and not engine._rows
+
+
+def test_close_waits_for_no_step_that_does_not_return(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, returns, steps = make(), threading.Event(), threading.Event()
+    monkeypatch.setattr("verl_adaptor.protocols.engine.CLOSE_WAIT_S", 0.1)
+    monkeypatch.setattr(engine, "_step", lambda: (steps.set(), returns.wait(60), [])[-1])
+    thread, out = in_thread(lambda: engine.generate([(5, 6)]))
+    assert steps.wait(60)
+    engine.close()
+    assert "does not return" in caplog.text and thread.is_alive()
+    with pytest.raises(EngineClosed):
+        engine.generate([(5, 6)])
+    returns.set()
+    thread.join(60)
+    assert isinstance(out[0], EngineClosed)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the call that is left hanging
 def test_a_request_of_a_dead_event_loop_harms_nobody(make: Any) -> None:
     engine = make()

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -233,6 +234,33 @@ def test_a_reward_that_hangs_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match=r"stage reward has .* made no progress for 2 s"):
         run_pipeline(wanted, tmp_path / "run", give(Hangs()))
     assert "score" in (tmp_path / "run" / "stacks.txt").read_text()
+
+
+def test_an_engine_whose_step_does_not_return_stops_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, where nobody can end it: neither the watchdog waits for it, nor the end of the run."""
+    monkeypatch.setattr("verl_adaptor.protocols.engine.CLOSE_WAIT_S", 0.1)
+    wanted = recipe(folder, {"max_staleness": 1, "stall_timeout_s": 1.5})
+    returns = threading.Event()
+
+    def change(run: PPO) -> None:
+        step, engine = run.engine._step, run.engine
+
+        def stops_later() -> Any:
+            if engine.policy_version == 1:
+                returns.wait(120)
+            return step()
+
+        monkeypatch.setattr(engine, "_step", stops_later)
+
+    try:
+        with pytest.raises(PipelineError, match=r"stage (rollout|weight_sync) has .* made no progress"):
+            run_pipeline(wanted, tmp_path / "run", change)
+        assert not returns.is_set()
+        assert "stops_later" in (tmp_path / "run" / "stacks.txt").read_text()
+    finally:
+        returns.set()
 
 
 # -- Q4: real processes, really killed ---------------------------------------------------------------------------

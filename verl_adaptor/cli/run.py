@@ -38,7 +38,7 @@ from verl_adaptor.ppo.loop import PPO, train
 from verl_adaptor.ppo.pipeline import Pipeline
 from verl_adaptor.ppo.reward import Reward, load_reward
 from verl_adaptor.ppo.rollout import Rollout, single_turn
-from verl_adaptor.preflight.recipe import batch_divides
+from verl_adaptor.preflight.recipe import batch_divides, hangs_are_told_apart
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
 from verl_adaptor.tasks import Task, load_task
 from verl_adaptor.tokenizer import load_tokenizer, pad_token_id
@@ -97,6 +97,8 @@ def plan(recipe: Recipe) -> Plans:
     )
     trainers = {"trainer": plans.actor, "critic": plans.critic}
     problems = list(batch_divides(recipe.ppo, recipe.rollout, {name: p.config for name, p in trainers.items() if p}))
+    if recipe.pipeline is not None and isinstance(plans.engine, Plan) and (ranks := plans.engine.ranks) is not None:
+        problems += hangs_are_told_apart(recipe.pipeline, ranks.execution)
     if problems:
         raise ConfigError("\n".join(problems))
     return plans

@@ -55,8 +55,9 @@ class PipelineConfig(Config):
 
     engine_restarts: Annotated[int, Field(ge=0)] = 1
     """How often an engine that has failed is made anew; its rollouts begin again."""
-    stall_timeout_s: Annotated[float, Field(gt=0)] = 900.0
-    """Longest that a stage with work may make no progress, in seconds; then the run stops and tells every stack."""
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 2400.0
+    """Longest that a stage with work may make no progress, in seconds; then the run stops and tells every stack. More than
+    engine.call_timeout_s."""
 
     @model_validator(mode="after")
     def _marks_are_apart(self) -> PipelineConfig:

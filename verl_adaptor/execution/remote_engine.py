@@ -228,6 +228,10 @@ class RemoteEngine(InferenceEngine):
         with _as_engine():
             return self._group.call_each(self._key, method, *args)
 
+    def _break_off(self) -> None:
+        if self._owns_group:
+            self._group.close()
+
     def _release(self) -> None:
         if self._owns_group:
             self._group.close()

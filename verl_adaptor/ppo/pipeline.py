@@ -33,9 +33,9 @@ from verl_adaptor.ppo.rates import RateMatcher, admissible
 from verl_adaptor.ppo.reading import PromptReader
 from verl_adaptor.ppo.reward import Scores
 from verl_adaptor.ppo.rollout import first_failure, rollout_all
-from verl_adaptor.ppo.threads import in_daemon_thread
 from verl_adaptor.ppo.watchdog import Watchdog
 from verl_adaptor.protocols.requests import mix_seed
+from verl_adaptor.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from verl_adaptor.protocols import InferenceEngine, InFlight

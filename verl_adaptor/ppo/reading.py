@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from verl_adaptor.ppo.threads import in_daemon_thread
+from verl_adaptor.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from verl_adaptor.data import PromptSource

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from verl_adaptor.config import RewardConfig
 from verl_adaptor.errors import ConfigError, RewardError
 from verl_adaptor.objects import check_arguments, load_callable
-from verl_adaptor.ppo.threads import in_daemon_thread
 from verl_adaptor.samples import Trajectory
+from verl_adaptor.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from verl_adaptor.tasks import Task

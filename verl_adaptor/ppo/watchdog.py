@@ -43,17 +43,18 @@ class Watchdog:
             self._since[stage] = self._clock()
 
     def check(self) -> None:
-        """Raise `PipelineError` for a stage that stands still."""
-        now = self._clock()
-        for stage, pieces in self._busy.items():
-            if pieces and now - self._since[stage] > self.timeout_s:
-                self._tell_stacks()
-                raise PipelineError(
-                    f"stage {stage} has {pieces} pieces of work and made no progress for {self.timeout_s:.0f} s; where it stands "
-                    f"is in {self.stacks}. Raise pipeline.stall_timeout_s if it is only slow; else resume from the newest "
-                    "checkpoint.",
-                    stage=stage,
-                )
+        """Raise `PipelineError` for a stage that stands still: the first that did, others may wait for it."""
+        late = self._clock() - self.timeout_s
+        stalled = [stage for stage, pieces in self._busy.items() if pieces and self._since[stage] < late]
+        if stalled:
+            stage = min(stalled, key=self._since.__getitem__)
+            self._tell_stacks()
+            raise PipelineError(
+                f"stage {stage} has {self._busy[stage]} pieces of work and made no progress for {self.timeout_s:.0f} s; where it "
+                f"stands is in {self.stacks}. Raise pipeline.stall_timeout_s if it is only slow; else resume from the newest "
+                "checkpoint.",
+                stage=stage,
+            )
 
     async def watch(self, also: Callable[[], None]) -> None:
         """Check until cancelled, and `also` each time. Should the event loop itself stand still, the stacks are told too."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl_adaptor.config import PPOConfig, RolloutConfig, TrainerConfig
+    from verl_adaptor.config import ExecutionConfig, PipelineConfig, PPOConfig, RolloutConfig, TrainerConfig
 
 
 def batch_divides(ppo: PPOConfig, rollout: RolloutConfig, trainers: Mapping[str, TrainerConfig]) -> Iterator[str]:
@@ -35,3 +35,19 @@ allowed: 1, 2, 4, 8.'
                 f"{section}.data_parallel_size={ranks} does not divide the {rows} rows of a mini-batch (ppo.{given}={prompts} x "
                 f"rollout.n={rollout.n}); allowed: {allowed}."
             )
+
+
+def hangs_are_told_apart(pipeline: PipelineConfig, engine: ExecutionConfig) -> Iterator[str]:
+    """An engine on ranks of its own that hangs is found out, and made anew, before its stage counts as standing still.
+
+    >>> from verl_adaptor.config import ExecutionConfig, PipelineConfig
+    >>> list(hangs_are_told_apart(PipelineConfig(stall_timeout_s=60), ExecutionConfig(call_timeout_s=60)))
+    ['engine.call_timeout_s=60 is not below pipeline.stall_timeout_s=60, so that an engine that hangs would end the run \
+instead of being made anew; lower the first or raise the second.']
+    """
+    if engine.call_timeout_s >= pipeline.stall_timeout_s:
+        yield (
+            f"engine.call_timeout_s={engine.call_timeout_s:g} is not below "
+            f"pipeline.stall_timeout_s={pipeline.stall_timeout_s:g}, so that an engine that hangs would end the run instead of "
+            "being made anew; lower the first or raise the second."
+        )

@@ -1,8 +1,9 @@
 """Who steps an engine, and where its deltas go.
 
 Every call becomes sample requests in one table. Whoever waits drives: a sync caller steps the engine in its own thread,
-an event loop steps it from one driver task, whose thread also admits what callers of the loop have submitted: an engine
-elsewhere may take its time for that. Each step is taken under one lock and its deltas go to the requests they
+an event loop steps it from one driver task, in a thread of its own, which also admits what callers of the loop have submitted
+and drops what they have left: an engine elsewhere may take its time for that, or never answer, and the event loop waits for
+none of it. Each step is taken under one lock and its deltas go to the requests they
 belong to. So sync, async and streaming calls share batches, checks, versions and results (law I5), and an engine that
 nobody waits for runs no thread.
 """
@@ -15,13 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from verl_adaptor.errors import EngineError, EnginePaused
 from verl_adaptor.protocols.requests import SampleRequest
 from verl_adaptor.samples import Delta
+from verl_adaptor.threads import DaemonExecutor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,15 +64,30 @@ class FairLock:
         self._owner: int | None = None
         self._depth = 0
 
-    def __enter__(self) -> None:
+    def acquire(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
+        """Whether it was had within that time."""
         me = threading.get_ident()
         if self._owner != me:
-            with self._turn:  # who waits keeps the turn, so that who releases cannot overtake
-                self._held.acquire()
+            until = time.monotonic() + timeout_s
+            if not self._turn.acquire(timeout=timeout_s):
+                return False
+            try:  # who waits keeps the turn, so that who releases cannot overtake
+                if not self._held.acquire(timeout=max(0.0, until - time.monotonic())):
+                    return False
+            finally:
+                self._turn.release()
             self._owner = me
         self._depth += 1
+        return True
+
+    def __enter__(self) -> None:
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Undo one `acquire`."""
         self._depth -= 1
         if not self._depth:
             self._owner = None
@@ -91,9 +107,13 @@ class Dispatcher:
         self._name = name
         self._inbox: deque[SampleRequest] = deque()
         """Submitted and not yet admitted."""
-        self._outbox: list[tuple[SampleRequest, Delta]] = []
+        self._departed: deque[SampleRequest] = deque()
+        """Of callers that wait no longer, and not yet dropped."""
+        self._outbox: deque[tuple[SampleRequest, Delta]] = deque()
         self._drivers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
-        self._stepper: ThreadPoolExecutor | None = None
+        self._stepper: DaemonExecutor | None = None
+        self._guard = threading.Lock()
+        """Of drivers and deliveries, never held for long: an event loop may wait for it, and never for `lock`."""
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -121,6 +141,7 @@ class Dispatcher:
     def _take_in(self) -> None:
         """Admit what was submitted, all at once; where that fails, its callers are told."""
         with self.lock:
+            self.let_go()
             samples = [self._inbox.popleft() for _ in range(len(self._inbox))]
             if not samples:
                 return
@@ -136,14 +157,36 @@ class Dispatcher:
 
     def leave(self, samples: Sequence[SampleRequest]) -> None:
         """A caller stops waiting: whatever of its samples still runs is dropped."""
+        self._departed.extend(samples)
+        self.let_go()
+
+    def depart(self, samples: Sequence[SampleRequest]) -> None:
+        """The same for a caller on an event loop: as soon as the engine can be had. Returns at once."""
+        self._departed.extend(sample for sample in samples if not sample.done)
+        if self._departed and self._stepper is not None:
+            with contextlib.suppress(RuntimeError):  # it was shut down: nothing runs any more
+                self._stepper.submit(self.let_go)
+
+    def let_go(self) -> None:
+        """Drop what callers have left. An error in it ends every running sample."""
+        if not self._departed:
+            return
         with self.lock:
-            for sample in samples:
+            gone = [self._departed.popleft() for _ in range(len(self._departed))]
+            for sample in gone:
                 with contextlib.suppress(ValueError):  # it was admitted
                     self._inbox.remove(sample)
-            left = [s.key for s in samples if self.samples.pop(s.key, None) is not None]
-            if left:
+            left = [s.key for s in gone if self.samples.pop(s.key, None) is not None]
+            if not left:
+                return
+            try:
                 self._engine._drop(left)
                 self._settle_down()
+            except Exception as cause:
+                error = EngineError(f"a request could not be dropped: {cause}")
+                error.__cause__ = cause
+                self.fail_all(error)
+                raise error from cause
 
     def abort(self, request_ids: set[str]) -> None:
         """Finish these requests as they stand, and free their places."""
@@ -208,7 +251,9 @@ class Dispatcher:
         held_since: float | None = None
         while not all(s.done for s in samples):
             if self.held:
-                held_since = self._wait_held(held_since)
+                held_since = held_since or time.monotonic()
+                if time.monotonic() - held_since > PAUSE_TIMEOUT_S:
+                    self._fail_held()
                 time.sleep(PAUSE_POLL_S)
             else:
                 held_since = None
@@ -229,19 +274,21 @@ class Dispatcher:
 
     def flush(self) -> bool:
         """Hand the deltas booked so far to those who wait for them; True if there were any."""
-        with self.lock:
-            posts, self._outbox = self._outbox, []
-            for sample, delta in posts:
+        with self._guard:
+            count = len(self._outbox)
+            for _ in range(count):
+                sample, delta = self._outbox.popleft()
                 if sample.sink is not None:
                     sample.sink(sample, delta)
-            return bool(posts)
+            return count > 0
 
     def _step(self) -> None:
         """One step; its deltas are booked and wait for `flush`."""
         with self.lock:
-            if not self.samples or self.held:
-                return
             try:
+                self.let_go()
+                if not self.samples or self.held:
+                    return
                 self.book(self._engine._step())
                 self._settle_down()
             except Exception as cause:
@@ -256,20 +303,17 @@ class Dispatcher:
             self._step()
             self._take_in()
 
-    def _wait_held(self, since: float | None) -> float:
-        """Since when a caller has waited for a held engine; after PAUSE_TIMEOUT_S all running samples fail."""
-        since = since or time.monotonic()
-        if time.monotonic() - since > PAUSE_TIMEOUT_S:
-            self.fail_all(EnginePaused(f"the engine was not resumed within {PAUSE_TIMEOUT_S:.0f} s."))
-        return since
+    def _fail_held(self) -> None:
+        """Nobody waits for a held engine for ever."""
+        self.fail_all(EnginePaused(f"the engine was not resumed within {PAUSE_TIMEOUT_S:.0f} s."))
 
     # -- the event loop's side -----------------------------------------------------------------------------------
 
     def _ensure_driver(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have this event loop step the engine as long as anything runs."""
-        with self.lock:
+        with self._guard:
             if self._stepper is None:  # one thread, so that steps do not each warm up a thread pool of their own
-                self._stepper = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-engine")
+                self._stepper = DaemonExecutor(f"{self._name}-engine")
             self._drivers = {known: task for known, task in self._drivers.items() if not known.is_closed()}
             driver = self._drivers.get(loop)
             if driver is None or driver.done():
@@ -278,11 +322,12 @@ class Dispatcher:
 
     def shutdown(self) -> None:
         """End the stepping thread, if there is one. Not to be called under the lock, which that thread may want."""
-        stepper, self._stepper = self._stepper, None
+        with self._guard:
+            stepper, self._stepper = self._stepper, None
         if stepper is not None:
             stepper.shutdown(cancel_futures=True)
 
-    async def _drive(self, loop: asyncio.AbstractEventLoop, stepper: ThreadPoolExecutor) -> None:
+    async def _drive(self, loop: asyncio.AbstractEventLoop, stepper: DaemonExecutor) -> None:
         """Callers that are ready submit before each step: so the same callers make the same batches every time.
 
         For that, deltas are handed out here, between two steps, and not while the step that made them still runs.
@@ -294,7 +339,9 @@ class Dispatcher:
                 for _ in range(SETTLE_TURNS if woken else 1):
                     await asyncio.sleep(0)
                 if self.held:
-                    held_since = self._wait_held(held_since)
+                    held_since = held_since or time.monotonic()
+                    if time.monotonic() - held_since > PAUSE_TIMEOUT_S:
+                        await loop.run_in_executor(stepper, self._fail_held)
                     await asyncio.sleep(PAUSE_POLL_S)
                     continue
                 held_since = None
@@ -305,7 +352,8 @@ class Dispatcher:
             error.__cause__ = cause
             self.fail_all(error)
         finally:
-            self._drivers.pop(loop, None)
+            with self._guard:
+                self._drivers.pop(loop, None)
             self.flush()
 
     # -- delivery ------------------------------------------------------------------------------------------------

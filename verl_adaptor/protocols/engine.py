@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import operator
 import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, Self
@@ -32,7 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 InFlight = Literal["wait", "abort", "keep"]
+
+CLOSE_WAIT_S = 30.0
+"""Longest that `close` waits for a step or an update of another thread before it breaks that off."""
 
 
 class Served(Protocol):
@@ -149,7 +156,7 @@ class InferenceEngine(abc.ABC):
                 running -= delta.finish_reason is not None
                 yield sample, delta
         finally:
-            self._dispatch.leave(samples)
+            self._dispatch.depart(samples)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests with finish_reason ``abort``; what they have so far is returned, their places are free."""
@@ -160,6 +167,7 @@ class InferenceEngine(abc.ABC):
     def running(self) -> tuple[str, ...]:
         """Ids of the requests that are not finished, oldest first."""
         with self._lock:
+            self._dispatch.let_go()
             return self._dispatch.request_ids
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
@@ -257,10 +265,27 @@ class InferenceEngine(abc.ABC):
 
     def close(self) -> None:
         """End running requests with `EngineClosed` and free everything; a second call does nothing (law I9)."""
-        with self._lock:
+        if self._closed:
+            return
+        if not self._lock.acquire(CLOSE_WAIT_S):
+            self._break_off()
+            if not self._lock.acquire(CLOSE_WAIT_S):
+                self._closed = True
+                logger.warning(
+                    "a step of the engine of %s does not return; what it holds is freed once it does", self.path
+                )
+                threading.Thread(target=self._free, name="engine-close", daemon=True).start()
+                return
+        try:
             if self._closed:
                 return
             self._closed = True
+        finally:
+            self._lock.release()
+        self._free()
+
+    def _free(self) -> None:
+        with self._lock:
             self._dispatch.fail_all(EngineClosed("the engine was closed while this request was running."))
             self._release()
         self._dispatch.shutdown()
@@ -341,6 +366,9 @@ class InferenceEngine(abc.ABC):
     def _release(self) -> None:
         """Free memory, processes, ports and files."""
 
+    def _break_off(self) -> None:  # noqa: B027
+        """Make a step end that another thread has waited for since long; called without the lock. `_release` follows."""
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _expand(self, prompt: PromptLike, params: SamplingParams) -> list[SampleRequest]:
@@ -410,6 +438,7 @@ class InferenceEngine(abc.ABC):
         """What happens to running requests before the engine changes."""
         if in_flight not in ("wait", "abort", "keep"):
             raise EngineError(f"in_flight={in_flight!r} is not allowed; use 'wait', 'abort' or 'keep'.")
+        self._dispatch.let_go()
         if in_flight == "abort":
             self._dispatch.abort(set(self.running))
         elif in_flight == "keep":

@@ -90,6 +90,9 @@ class Core(abc.ABC):
     def close(self) -> None:
         """Free the model and its cache, and end the processes."""
 
+    def break_off(self) -> None:  # noqa: B027
+        """End the processes, and with an error whatever waits for them in another thread."""
+
 
 class CoreHere(Core):
     """In this process, and only advancing in `step`; with several workers, those are processes of their own.
@@ -302,6 +305,12 @@ class CoreBeside(Core):
     def close(self) -> None:
         self._end()
 
+    @override
+    def break_off(self) -> None:
+        self._loop.call_soon_threadsafe(_cancel_all, self._loop)
+        self._end()
+        self._arrived.put(EngineError("vLLM's engine process was ended."))
+
 
 def _make_expert_group() -> None:
     """vLLM makes its groups once in a process, that of experts for a mixture only: after a dense model none would start."""
@@ -328,6 +337,11 @@ def _end(
 
     asyncio.run_coroutine_threadsafe(stop(), loop).result(SHUTDOWN_S + 5)
     _end_loop(loop, thread)
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -400,6 +400,9 @@ class VLLMEngine(InferenceEngine):
                 )
             yield bucket
 
+    def _break_off(self) -> None:
+        self._core.break_off()
+
     def _release(self) -> None:
         if self._server is not None:
             self._server.end()

@@ -140,6 +140,11 @@ class CoreReplicas(Core):
         self._all(partial(CoreBeside.wake_up, tags=tags))
 
     @override
+    def break_off(self) -> None:
+        for core in self.cores:
+            core.break_off()
+
+    @override
     def close(self) -> None:
         try:
             self._all(CoreBeside.close)

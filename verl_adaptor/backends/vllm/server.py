@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn, cast, get_args
@@ -109,6 +109,8 @@ class Server:
                 serving.result(GRACE_S + 10)
             except TimeoutError:
                 serving.cancel()
+            except CancelledError:  # the engine was closed while its process stood still
+                pass
         self._socket.close()
         self._updater.shutdown(wait=False, cancel_futures=True)
 
