@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_adaptor.backends.causal_lm import load_causal_lm
 from verl_adaptor.backends.vllm import transfer
-from verl_adaptor.errors import EngineError, WeightUpdateError
+from verl_adaptor.errors import ConfigError, EngineError, WeightUpdateError
 from verl_adaptor.protocols import InferenceEngine
 from verl_adaptor.registry import get_spec
 from verl_adaptor.samples import SamplingParams
@@ -162,6 +162,34 @@ def test_vllm_can_choose_our_shared_memory_by_itself(bench: Bench) -> None:
             logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         expected = logits.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
         assert torch.allclose(torch.tensor(engine.score([ids])[0]), expected, atol=1e-4)
+
+
+def test_an_engine_takes_its_weights_by_one_of_vllms_transfers(bench: Bench) -> None:
+    """As nccl and ipc, which need GPUs, by the one that needs none: laws P1 and I6."""
+    from verl_adaptor.backends.vllm.plugin import NAME, register
+    from verl_adaptor.backends.vllm.registered import Registered, transfer_arguments
+    from verl_adaptor.backends.vllm.weight_transfer import SharedMemoryTrainerInitInfo
+
+    register()
+    trainer = bench.reference_trainer(learning_rate=0.05)
+    with bench.engine(engine_args=transfer_arguments(NAME), mode="async") as engine:
+        vllm: Any = engine
+        way = Registered(vllm._core, NAME, lambda room: SharedMemoryTrainerInitInfo(rank=0, bucket_bytes=room))
+        vllm._route = transfer.Route(vllm._core, "auto", None, way)
+        engine_scores_as_trainer(trainer, engine, bench)
+        fails_half_way(engine, trainer)
+
+
+def test_vllms_own_transfers_are_set_up_for_gpus_only() -> None:
+    from verl_adaptor.backends.vllm.registered import VLLMS_OWN, settings_for
+
+    for wish in VLLMS_OWN:
+        with pytest.raises(ConfigError, match=f"'{wish}' goes between GPUs, and device='cpu'"):
+            settings_for(wish, 1, torch.device("cpu"))
+    cuda = torch.device("cuda")
+    assert (settings_for("nccl", 2, cuda)(MIB).world_size, settings_for("ipc", 1, cuda)(MIB).packed) == (3, True)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="use 'nccl'"):
+        settings_for("ipc", 2, torch.device("cuda"))
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from verl_adaptor.weights import digests
 with vllm_environment():
     from verl_adaptor.backends.vllm.adapters import PolicyAdapters
     from verl_adaptor.backends.vllm.core import Core, CoreBeside, CoreHere, sampling, scoring
+    from verl_adaptor.backends.vllm.registered import VLLMS_OWN, Registered, settings_for, transfer_arguments
     from verl_adaptor.backends.vllm.replicas import CoreReplicas
 
 if TYPE_CHECKING:
@@ -74,8 +75,12 @@ class VLLMEngine(InferenceEngine):
         self._sleeping: set[str] = set()
         rank = config.lora_rank
         self._adapters = None if rank is None else PolicyAdapters(rank, self.model, own.weight_folder)
+        own_transfer = None
+        if own.weight_transport in VLLMS_OWN:
+            own_transfer = settings_for(own.weight_transport, config.parallel.world_size, self._device)
         self._core = self._start(own, model_config)
-        self._route = Route(self._core, own.weight_transport, own.weight_folder)
+        registered = own_transfer and Registered(self._core, own.weight_transport, own_transfer)
+        self._route = Route(self._core, own.weight_transport, own.weight_folder, registered)
         self._server: Server | None = None
         self._compares: Callable[[Mapping[str, int]], None] | None = None
         """Is told the digests of what the workers have read."""
@@ -112,6 +117,11 @@ class VLLMEngine(InferenceEngine):
                     "mode='async': then it has processes of its own."
                 )
             ensure_process_group(torch.device("cpu"), _JOIN_TIMEOUT_S)
+        if own.weight_transport in VLLMS_OWN and config.lora_rank:
+            raise ConfigError(
+                f"weight_transport={own.weight_transport!r}: vLLM's own transfers load no base of adapters; leave it at 'auto', "
+                "or leave lora_rank out."
+            )
         eager = self._device.type == "cpu" if own.enforce_eager is None else own.enforce_eager
         arguments = {
             "model": self.path,
@@ -135,6 +145,7 @@ class VLLMEngine(InferenceEngine):
             "generation_config": "vllm",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            **(transfer_arguments(own.weight_transport) if own.weight_transport in VLLMS_OWN else {}),
             **(self._adapters.arguments if self._adapters is not None else {}),
         }
         taken = sorted(arguments.keys() & own.engine_args.keys())
@@ -284,9 +295,9 @@ class VLLMEngine(InferenceEngine):
         return arrived
 
     def _load_whole(self, update: WeightUpdate) -> None:
-        """Digests are compared where the tensors arrive: in the workers' processes."""
-        here = self._core.workers_are_here
-        self._compares = partial(self._compare, update) if update.digests and not here else None
+        """Digests are compared where the tensors arrive, in the workers' processes, if those can tell them."""
+        there = self._route.transport.tells_digests
+        self._compares = partial(self._compare, update) if update.digests and there else None
         try:
             super()._load(update)
         finally:
@@ -296,14 +307,14 @@ class VLLMEngine(InferenceEngine):
         return self._whole(super()._arriving(update, verify=verify and self._compares is None))
 
     def _begin_load(self) -> None:
-        self._core.call("adaptor_begin")
+        self._route.transport.begin()
 
     def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
         self._route.transport.load(bucket, self._compares)
 
     def _finish_load(self) -> None:
         self._route.transport.finish()
-        self._core.call("adaptor_finish")
+        self._route.transport.complete()
 
     # -- serving over HTTP ---------------------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ class VLLMOptions(Config):
     """Keep the key-value cache of prompts that may come again. It is emptied with every weight update."""
     enforce_eager: bool | None = None
     """No compilation and no CUDA graphs: a faster start, a slower decode. None: on a CPU only."""
-    weight_transport: Literal["auto", "shared_memory", "disk"] = "auto"
+    weight_transport: Literal["auto", "shared_memory", "disk", "nccl", "ipc"] = "auto"
     """How new weights reach workers in processes of their own. ``auto``: shared memory, and where that is too small or not on
-    the workers' machine, safetensors files in weight_folder. The log says which."""
+    the workers' machine, safetensors files in weight_folder. ``nccl`` (to other GPUs) and ``ipc`` (CUDA IPC, to the same GPU)
+    are vLLM's own transfers. The log says which."""
     weight_folder: str | None = None
     """Folder for those files, which all workers see. None: the one for temporary files."""
     engine_args: dict[str, Any] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The way of a bucket to vLLM's workers: handed over in this process, through shared memory, or as files."""
+"""The way of a bucket to vLLM's workers: handed over in this process, through shared memory, as files, or vLLM's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Compare = Callable[[Mapping[str, int]], None]
 """Is told the digests of what a worker has read."""
-Wish = Literal["auto", "shared_memory", "disk"]
+Wish = Literal["auto", "shared_memory", "disk", "nccl", "ipc"]
 
 _SMALLEST = 2 << 20
 """Bytes of room below which halves would only cost more calls."""
@@ -40,6 +40,8 @@ class Transport(abc.ABC):
 
     name: str
     why: str
+    tells_digests = True
+    """Whether the workers say what has arrived."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -59,6 +61,10 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def _make(self, room: int) -> None: ...
+
+    def begin(self) -> None:
+        """New weights come."""
+        self._core.call("adaptor_begin")
 
     def load(self, bucket: Mapping[str, Tensor], compare: Compare | None) -> None:
         """Have the workers load a bucket, whose tensors are no longer needed afterwards; `finish` waits for them.
@@ -92,6 +98,10 @@ class Transport(abc.ABC):
         while self._loading:
             self._wait()
 
+    def complete(self) -> None:
+        """All have come, and `finish` has waited for them."""
+        self._core.call("adaptor_finish")
+
     def end(self) -> None:
         """Let everything go, whatever state the workers are in."""
         self._loading.clear()
@@ -102,6 +112,7 @@ class HandOver(Transport):
     """The tensors themselves."""
 
     name, why = "handed over as they are", "its worker is in this process"
+    tells_digests = False
 
     def _make(self, room: int) -> None:
         pass
@@ -206,11 +217,15 @@ class Route:
         core: vLLM.
         wish: the only one to use, or ``auto``.
         folder: for files; None: the one for temporary files.
+        own: vLLM's own, where that is the wish.
     """
 
-    def __init__(self, core: Any, wish: Wish, folder: str | None) -> None:
-        if core.workers_are_here:
-            self._ways: list[Transport] = [HandOver(core)]
+    def __init__(self, core: Any, wish: Wish, folder: str | None, own: Transport | None = None) -> None:
+        self._ways: list[Transport]
+        if own is not None:
+            self._ways = [own]
+        elif core.workers_are_here:
+            self._ways = [HandOver(core)]
         else:
             ways: dict[str, Transport] = {"shared_memory": SharedMemory(core), "disk": Disk(core, folder)}
             self._ways = list(ways.values()) if wish == "auto" else [ways[wish]]

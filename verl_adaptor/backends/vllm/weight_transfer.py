@@ -94,8 +94,8 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
     """Rank 0 writes; the others take part in making the tensors whole. Fused groups travel in one bucket."""
 
     init_info_cls = SharedMemoryTrainerInitInfo
-    _plan: list[list[str]]
-    _shared: SharedBucket
+    _bucket_bytes: int
+    _shared: SharedBucket | None = None
 
     @classmethod
     @override
@@ -103,31 +103,38 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
         if source is None:
             raise WeightUpdateError("there is no source of weights; give one, e.g. vLLM's ModuleSource(model).")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
-        sizes = {meta.name: packed_size([meta.dtype.itemsize * math.prod(meta.shape)]) for meta in source.metadata()}
-        engine._plan = bucketed(sizes, init_info.bucket_bytes)
-        if engine.is_sender:
-            engine._shared = SharedBucket(max(sum(sizes[name] for name in names) for names in engine._plan))
-            try:
-                client.init_weight_transfer_engine({"path": str(engine._shared.path), "size": engine._shared.size})
-            finally:
-                engine._shared.unlink()
+        engine._bucket_bytes = init_info.bucket_bytes
         return engine
 
     @override
     def send_weights(self) -> None:
-        if self.is_sender:
+        metadata = self.source.metadata() if self.source else []
+        sizes = {meta.name: packed_size([meta.dtype.itemsize * math.prod(meta.shape)]) for meta in metadata}
+        plan = bucketed(sizes, self._bucket_bytes)
+        shared = self._room(max(sum(sizes[name] for name in names) for names in plan)) if self.is_sender else None
+        if shared is not None:
             self.client.start_weight_update()
-        for bucket in self._buckets():
-            if self.is_sender:
-                self.client.update_weights({"layout": self._shared.write(bucket)})
-        if self.is_sender:
+        for bucket in self._buckets(plan):
+            if shared is not None:
+                self.client.update_weights({"layout": shared.write(bucket)})
+        if shared is not None:
             self.client.finish_weight_update()
 
-    def _buckets(self) -> Iterator[dict[str, Tensor]]:
+    def _room(self, size: int) -> SharedBucket:
+        """Shared memory of at least this many bytes that vLLM's side has open; kept for the next round."""
+        if self._shared is None or self._shared.size < size:
+            self._shared = shared = SharedBucket(size)
+            try:
+                self.client.init_weight_transfer_engine({"path": str(shared.path), "size": shared.size})
+            finally:
+                shared.unlink()
+        return self._shared
+
+    def _buckets(self, plan: list[list[str]]) -> Iterator[dict[str, Tensor]]:
         """As planned, from tensors that may come in another order within a layer."""
         have: dict[str, Tensor] = {}
         coming = iter(self.source or ())
-        for names in self._plan:
+        for names in plan:
             while not have.keys() >= set(names):
                 name, tensor = next(coming)
                 have[name] = tensor.detach()
