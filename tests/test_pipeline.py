@@ -352,15 +352,21 @@ class Patient:
 
 @pytest.mark.parametrize("restarts", [1, 0])
 def test_an_engine_that_is_killed_is_made_anew(folder: Path, tmp_path: Path, restarts: int) -> None:
-    """It serves only after a sync: a token under other weights would show as a mismatch."""
-    wanted = recipe(folder, {"max_staleness": 1, "engine_restarts": restarts}, engine={"executor": "ray", **SHARE_CPUS})
-    engines = []
+    """Of two engines, and no other; it serves only after a sync: Q2 is looked at where the actor is called."""
+    wanted = recipe(
+        folder,
+        {"max_staleness": 1, "engines": 1 + restarts, "engine_restarts": restarts},
+        engine={"executor": "ray", **SHARE_CPUS},
+    )
+    engines, made = [], []
 
     def change(run: PPO) -> None:
         engines.append(run.engine)
         [pid] = pids(run.engine._group)  # type: ignore[attr-defined]
         run.stop_requested = after_a_step(tmp_path / "run", lambda: os.kill(pid, signal.SIGKILL))
-        engines.append(run)
+        make = run.new_engine
+        assert make is not None
+        run.new_engine = lambda number: made.append(number) or make(number)  # type: ignore[func-returns-value]
 
     if not restarts:
         with pytest.raises(PipelineError, match=r"stage (rollout|update) failed: EngineError") as stopped:
@@ -368,8 +374,8 @@ def test_an_engine_that_is_killed_is_made_anew(folder: Path, tmp_path: Path, res
         assert isinstance(stopped.value.__cause__, EngineError)
         return
     pipeline = run_pipeline(wanted, tmp_path / "run", change)
-    assert pipeline.run.engine is not engines[0]
-    assert pipeline.run.engine.policy_version == pipeline.run.actor.policy_version
+    assert made == [1, 0] and pipeline.run.engine is not engines[0]
+    assert all(gate.engine.policy_version == pipeline.run.actor.policy_version for gate in pipeline.gates)
     assert pipeline.oldest <= 1
 
 

@@ -121,13 +121,14 @@ class Plan(Generic[BuiltT, ConfigT]):
         """
         return self.config if isinstance(self.config, TrainerConfig) else _ranks_wanted(self.spec, self.config)
 
-    def create(self, path: PathLike | None = None, *, workers: WorkerPool | None = None) -> BuiltT:
+    def create(self, path: PathLike | None = None, *, workers: WorkerPool | None = None, copy: int = 0) -> BuiltT:
         """Import the backend's class and build it, in this process or on the ranks that the settings ask for.
 
         Args:
             path: for a plan that was made without one.
             workers: where ranks come from, to share them with others; None starts ranks of its own if needed,
                 which end with it.
+            copy: another number shares no ranks with this one.
 
         Raises:
             ConfigError: there is no room for the ranks, or an executor that contradicts other settings.
@@ -137,7 +138,7 @@ class Plan(Generic[BuiltT, ConfigT]):
         if plan.path is None:
             raise ModelError("this plan was made without a model; give create() the path of one.")
         if plan.ranks is not None:
-            group = (workers or WorkerPool()).group(plan.ranks, plan.spec.name)
+            group = (workers or WorkerPool()).group(plan.ranks, plan.spec.name, copy)
             if group is not None:
                 return _remote(plan, plan.path, group, owns_group=workers is None)
         built: BuiltT = load_class(plan.spec, plan.role)(plan.path, plan.config, plan.options, plan.spec)

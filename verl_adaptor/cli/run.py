@@ -109,9 +109,9 @@ def _engine_plan(path: str | None, settings: dict[str, Any]) -> Plan[InferenceEn
     return {k: v for k, v in settings.items() if k != "backend"} if own else resolve_engine(path, **settings)
 
 
-def _engine(plans: Plans, actor: TrainerBackend, path: str, workers: WorkerPool) -> InferenceEngine:
+def _engine(plans: Plans, actor: TrainerBackend, path: str, workers: WorkerPool, number: int = 0) -> InferenceEngine:
     if isinstance(plans.engine, Plan):
-        return plans.engine.create(path, workers=workers)
+        return plans.engine.create(path, workers=workers, copy=number)
     return actor.rollout_engine(**plans.engine)
 
 
@@ -132,7 +132,9 @@ def prepared(
     """
     plans = plan(recipe)
     made = [p for p in (plans.actor, plans.critic, plans.reference, plans.engine) if isinstance(p, Plan)]
-    workers.check(p.ranks for p in made if p.ranks)
+    more = recipe.pipeline.engines - 1 if recipe.pipeline else 0
+    engine_ranks = plans.engine.ranks if isinstance(plans.engine, Plan) else None
+    workers.check((p.ranks for p in made if p.ranks), [engine_ranks] * more if engine_ranks else ())
     checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
     _check_folder(recipe, output, checkpoints, resume=resume)
     with ExitStack() as stack:
@@ -179,7 +181,7 @@ def prepared(
                 checkpoints=checkpoints,
                 pad_token_id=pad_token_id(tokenizer) if tokenizer else 0,
                 rollout=plans.rollout,
-                new_engine=lambda: stack.enter_context(_engine(plans, actor, path, workers)),
+                new_engine=lambda number: stack.enter_context(_engine(plans, actor, path, workers, number)),
             ),
             facts,
         )

@@ -53,8 +53,10 @@ class PipelineConfig(Config):
     """Leave out prompts whose samples all got the same reward, and roll out others for them: they have no signal
     (dynamic sampling, arXiv 2503.14476)."""
 
+    engines: PositiveInt = 1
+    """Engines between which prompts are spread, each with the settings of `engine` and ranks of its own."""
     engine_restarts: Annotated[int, Field(ge=0)] = 1
-    """How often an engine that has failed is made anew; its rollouts begin again."""
+    """How often an engine that has failed is made anew, all engines together; its rollouts begin again, on any of them."""
     stall_timeout_s: Annotated[float, Field(gt=0)] = 2400.0
     """Longest that a stage with work may make no progress, in seconds; then the run stops and tells every stack. More than
     engine.call_timeout_s."""

@@ -66,12 +66,13 @@ class WorkerPool:
     def __init__(self) -> None:
         self._groups: dict[object, WorkerGroup] = {}
 
-    def group(self, config: RanksConfig, label: str) -> WorkerGroup | None:
+    def group(self, config: RanksConfig, label: str, copy: int = 0) -> WorkerGroup | None:
         """The ranks for a trainer or an engine of these settings; None if it belongs into this process.
 
         Args:
             config: its parallel sizes, device and execution settings matter.
             label: what the ranks are called in logs and errors, if they are started now.
+            copy: ranks are shared by those of one number only.
 
         Raises:
             ConfigError: there are not enough CPUs or GPUs.
@@ -80,20 +81,25 @@ class WorkerPool:
         """
         if choose_executor(config.world_size, config.execution) == "inline":
             return None
-        key = _key(config)
+        key = _key(config), copy
         if key in self._groups:
             self._groups[key].restart()
         else:
             self._groups[key] = start_ray(config, label)
         return self._groups[key]
 
-    def check(self, configs: Iterable[RanksConfig]) -> None:
+    def check(self, configs: Iterable[RanksConfig], copies: Iterable[RanksConfig] = ()) -> None:
         """Raise `ConfigError` if trainers of these settings do not fit this machine together; nothing is started.
 
         What a cluster has is asked when it is joined.
+
+        Args:
+            configs: of those that share ranks where they can.
+            copies: of those that do not.
         """
         shared = {_key(c): c for c in configs if choose_executor(c.world_size, c.execution) == "ray"}
-        here = [c for c in shared.values() if c.execution.ray_address is None]
+        apart = [c for c in copies if choose_executor(c.world_size, c.execution) == "ray"]
+        here = [c for c in (*shared.values(), *apart) if c.execution.ray_address is None]
         need = sum(c.world_size * c.execution.cpus_per_worker for c in here)
         have = os.cpu_count() or 1
         if need > have and "RAY_ADDRESS" not in os.environ and not _in_ray():

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_adaptor.config import ExecutionConfig
-from verl_adaptor.errors import TrainerError, WorkerError, WorkerTimeout
+from verl_adaptor.errors import ConfigError, TrainerError, WorkerError, WorkerTimeout
 from verl_adaptor.execution.group import Died, Outcome, Silent, WorkerGroup, Workers, grace, outcome
 from verl_adaptor.execution.pool import RanksConfig, WorkerPool, choose_executor
 from verl_adaptor.execution.worker import Request, Worker
@@ -44,8 +44,13 @@ class TorchrunPool(WorkerPool):
         self._workers = _TorchrunWorkers(Channel(), world()[1])
         self._group: WorkerGroup | None = None
 
-    def group(self, config: RanksConfig, label: str) -> WorkerGroup:
+    def group(self, config: RanksConfig, label: str, copy: int = 0) -> WorkerGroup:
         """The ranks of this world, whatever the parallel sizes: a trainer that wants another number of them says so."""
+        if copy:
+            raise ConfigError(
+                "several engines need ranks of their own, and torchrun's are one group; leave pipeline.engines out, or start one "
+                "process instead of torchrun."
+            )
         choose_executor(config.world_size, config.execution)  # refuses what asks for Ray
         if self._group is None:
             execution: ExecutionConfig = config.execution

@@ -26,6 +26,8 @@ class GatedEngine:
         self.engine = engine
         self.running = 0
         """Requests within the engine."""
+        self.prompts = 0
+        """Whose rollouts run on it, between two turns too."""
         self._shut = 0
         self._open = asyncio.Event()
         self._open.set()
@@ -81,6 +83,20 @@ class GatedEngine:
         """Of all tokens together: where two parts meet, their texts need not add up."""
         tokenizer = self.engine.tokenizer
         return otherwise if tokenizer is None else decode_text(tokenizer, token_ids)
+
+    @contextmanager
+    def rolling(self) -> Iterator[None]:
+        """Within this block a prompt's rollouts run on it."""
+        self.prompts += 1
+        try:
+            yield
+        finally:
+            self.prompts -= 1
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether requests wait."""
+        return self._shut > 0
 
     @contextmanager
     def shut(self) -> Iterator[None]:

@@ -56,8 +56,8 @@ class PPO:
     checkpoints: Checkpoints
     pad_token_id: int = 0
     rollout: Rollout = single_turn
-    new_engine: Callable[[], InferenceEngine] | None = None
-    """Makes another engine in place of one that has failed; None: that ends the run."""
+    new_engine: Callable[[int], InferenceEngine] | None = None
+    """Makes the engine of this number, 0 the first, beside others or in place of one that has failed; None: that ends the run."""
     stop_requested: Callable[[], bool] = lambda: False
     """Asked after every step: True saves a checkpoint and raises KeyboardInterrupt."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)

@@ -72,7 +72,8 @@ class Pipeline:
         most = config.concurrency or (config.max_staleness + 1) * batch
         self.rates = RateMatcher(config, most, batch, run.config.mini_batch_size or 1)
         self.reader = PromptReader(run.prompts)
-        self.gate = GatedEngine(run.engine)
+        self.gates = [GatedEngine(run.engine)]
+        """One an engine; the first is the run's, which evaluates too."""
         self.watchdog = Watchdog(config.stall_timeout_s, run.checkpoints.folder.parent / "stacks.txt")
         self._restarts = 0
         self._rolling: dict[int, Group] = {}
@@ -159,24 +160,26 @@ class Pipeline:
         step, place = divmod(group.place, run.config.train_batch_size)
         with self.watchdog.busy("rollout"):
             while True:
-                engine = self.gate.engine
+                gate = min(self.gates, key=lambda gate: (gate.is_shut, gate.prompts))
+                engine = gate.engine
                 group = self._rolling[group.place] = replace(group, begun=engine.policy_version)
                 try:
-                    trajectories = await rollout_all(
-                        run.rollout,
-                        self.gate,  # type: ignore[arg-type]
-                        [group.prompt],
-                        run.params,
-                        n=run.rollout_config.n,
-                        seed=mix_seed(run.seed, step),
-                        first=place,
-                        timeout_s=run.rollout_config.timeout_s,
-                    )
+                    with gate.rolling():
+                        trajectories = await rollout_all(
+                            run.rollout,
+                            gate,  # type: ignore[arg-type]
+                            [group.prompt],
+                            run.params,
+                            n=run.rollout_config.n,
+                            seed=mix_seed(run.seed, step),
+                            first=place,
+                            timeout_s=run.rollout_config.timeout_s,
+                        )
                     break
                 except (InvalidRequest, RolloutTimeout):  # the engine may be well
                     raise
                 except EngineError as error:
-                    await self._mend(engine, error)
+                    await self._mend(gate, engine, error)
         group = self._rolling[group.place] = replace(group, trajectories=tuple(trajectories))
         await self.queue.put(group)
         del self._rolling[group.place]
@@ -240,6 +243,8 @@ class Pipeline:
     # -- train buffer -> update -> new weights -------------------------------------------------------------------
 
     async def _begin(self) -> None:
+        for number in range(1, self.config.engines):
+            self.gates.append(GatedEngine(await self._new_engine(number)))
         await self._sync("wait")
         if self.step == 0:
             await self._evaluate(last=False)
@@ -247,14 +252,14 @@ class Pipeline:
     async def _evaluate(self, *, last: bool) -> float:
         """As the loop's; an engine that fails meanwhile is made anew."""
         while True:
-            engine = self.gate.engine
+            engine = self.gates[0].engine
             try:
                 with self.watchdog.busy("evaluation"):
                     return await evaluate_at(self.run, self.step, last=last)
             except (InvalidRequest, RolloutTimeout):
                 raise
             except EngineError as error:
-                await self._mend(engine, error)
+                await self._mend(self.gates[0], engine, error)
 
     async def _updates(self) -> None:
         run, clock = self.run, Clock()
@@ -340,15 +345,16 @@ class Pipeline:
         }
 
     async def _sync(self, in_flight: InFlight) -> None:
-        """The actor's weights into the engine, whatever of it is left."""
-        engine = self.gate.engine
-        try:
-            with self.gate.shut(), self.watchdog.busy("weight_sync"):
-                if in_flight == "wait":
-                    await self.gate.settled()
-                await self._update(engine, in_flight)
-        except EngineError as error:
-            await self._mend(engine, error)
+        """The actor's weights into every engine, whatever of them is left."""
+        for gate in self.gates:
+            engine = gate.engine
+            try:
+                with gate.shut(), self.watchdog.busy("weight_sync"):
+                    if in_flight == "wait":
+                        await gate.settled()
+                    await self._update(engine, in_flight)
+            except EngineError as error:
+                await self._mend(gate, engine, error)
 
     async def _update(self, engine: InferenceEngine, in_flight: InFlight) -> None:
         async with self._actor:
@@ -356,22 +362,29 @@ class Pipeline:
                 lambda: engine.update_weights(self.run.actor.export_weights(), in_flight=in_flight), "weight_sync"
             )
 
-    async def _mend(self, failed: InferenceEngine, error: EngineError) -> None:
+    async def _mend(self, gate: GatedEngine, failed: InferenceEngine, error: EngineError) -> None:
         """A new engine in place of the failed one, with the newest weights; who finds it replaced already has nothing to do."""
         async with self._mending:
-            if self.gate.engine is not failed:
+            if gate.engine is not failed:
                 return
             if self.run.new_engine is None or self._restarts >= self.config.engine_restarts:
                 raise error
             self._restarts += 1
             most = self.config.engine_restarts
             logger.warning("the engine failed and is made anew (%d of %d): %s", self._restarts, most, error)
-            with self.gate.shut(), self.watchdog.busy("engine"):
+            with gate.shut(), self.watchdog.busy("engine"):
                 with suppress(VerlAdaptorError):
                     await in_daemon_thread(failed.close, "engine")
-                engine = await in_daemon_thread(self.run.new_engine, "engine")
+                engine = await self._new_engine(self.gates.index(gate))
                 await self._update(engine, "wait")
-                self.run.engine = self.gate.engine = engine
+                gate.engine = engine
+                self.run.engine = self.gates[0].engine
+
+    async def _new_engine(self, number: int) -> InferenceEngine:
+        make = self.run.new_engine
+        if make is None:
+            raise PipelineError("this run cannot make engines: give PPO.new_engine.", stage="rollout")
+        return await in_daemon_thread(lambda: make(number), "engine")
 
     # -- resume --------------------------------------------------------------------------------------------------
 
