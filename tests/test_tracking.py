@@ -299,6 +299,8 @@ def test_progress_survives_steps_without_the_usual_metrics():
     display = ProgressDisplay(60, stream=io.StringIO())
     assert display.update(0, {"eval/reward": math.nan}) == "step 0/60 held-out nan"
     assert display.update(1, {"time/step": math.nan}).startswith("step 1/60")
+    display.expect(61)  # an asynchronous run takes as many as its batches turn out
+    assert display.update(60, {}).startswith("step 60/61")
 
 
 def test_a_terminal_gets_a_live_line_and_notes_above_it():

@@ -209,6 +209,29 @@ def test_an_engine_whose_process_dies_says_so(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+def test_close_ends_a_process_that_stands_still(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_adaptor.protocols.engine.CLOSE_WAIT_S", 0.5)
+    before = vllm_processes()
+    with bench.engine(mode="async") as engine:
+
+        async def scenario() -> None:
+            call = asyncio.ensure_future(engine.agenerate([5, 6], SamplingParams(max_tokens=400, ignore_eos=True)))
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            for pid in vllm_processes() - before:
+                os.kill(pid, signal.SIGSTOP)
+            await asyncio.wait_for(asyncio.to_thread(engine.close), 60)
+            await asyncio.wait_for(call, 60)
+
+        try:
+            with pytest.raises(EngineError):
+                asyncio.run(scenario())
+        finally:
+            for pid in vllm_processes() - before:  # a stopped worker cannot see that its driver has ended it
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_replicas_are_one_engine(bench: Bench) -> None:
     """The same tokens as one, new weights on both, over HTTP too; one that dies is said."""
     before = vllm_processes()

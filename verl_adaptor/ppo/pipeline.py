@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -281,6 +282,7 @@ class Pipeline:
                 metrics["eval/reward"] = await self._evaluate(last=last)
             # after an evaluation: without staleness, the engine's batches are the synchronous run's
             await self._let_in()
+            run.tracker.expect(self.step + math.ceil((self.total - self.ledger.trained) / run.config.train_batch_size))
             run.tracker.log(self.step, metrics)
             if run.checkpoints.due(self.step, last=last):
                 await self._save()

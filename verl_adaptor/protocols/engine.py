@@ -286,8 +286,10 @@ class InferenceEngine(abc.ABC):
 
     def _free(self) -> None:
         with self._lock:
-            self._dispatch.fail_all(EngineClosed("the engine was closed while this request was running."))
-            self._release()
+            try:
+                self._dispatch.fail_all(EngineClosed("the engine was closed while this request was running."))
+            finally:
+                self._release()
         self._dispatch.shutdown()
 
     def __enter__(self) -> Self:

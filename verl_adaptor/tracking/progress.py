@@ -50,12 +50,16 @@ class ProgressDisplay:
         self._last_shown = -math.inf
         self._live = _live_line(self._stream, total_steps, start) if self._stream.isatty() else None
 
+    def expect(self, total_steps: int) -> None:
+        """It takes that many steps, as it turns out."""
+        self._total = total_steps
+
     def update(self, step: int, metrics: Mapping[str, float]) -> str:
         """Show a finished step; returns its plain line: ``step 12/60 reward 0.512 kl 0.0031 tok/s 1234 eta 0:01:02``."""
         facts = self._facts(step, metrics)
         line = f"step {step}/{self._total} {facts}".rstrip()
         if self._live:
-            self._live.update(self._live.task_ids[0], completed=step, facts=facts)
+            self._live.update(self._live.task_ids[0], completed=step, total=self._total, facts=facts)
         elif step >= self._total or self._clock() - self._last_shown >= QUIET_SECONDS:
             self._last_shown = self._clock()
             self.note(line)

@@ -112,6 +112,10 @@ class Tracker:
             sink.log(step, row)
         self._to_log_file(self._display.update(step, row))
 
+    def expect(self, total_steps: int) -> None:
+        """The run takes that many steps, as it turns out, instead of those it was begun with."""
+        self._display.expect(total_steps)
+
     def _to_log_file(self, line: str) -> None:
         """Progress goes to the file alone: other handlers of the application do not want a line a step."""
         self._log_file.handle(LOGGER.makeRecord(LOGGER.name, logging.INFO, __file__, 0, line, (), None))

@@ -202,6 +202,9 @@ class CoreBeside(Core):
         return self._soon(coroutine, timeout_s)()
 
     def _soon(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> Callable[[], T]:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise EngineError("vLLM's engine process was ended.")
         return partial(self._result, asyncio.run_coroutine_threadsafe(coroutine, self._loop), timeout_s)
 
     def _result(self, future: Future[T], timeout_s: float) -> T:
