@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``serve``, ``backends``, ``doctor``, ``fetch``.
+"""The command line: ``train``, ``serve``, ``backends``, ``doctor``, ``check``, ``fetch``.
 
 Exit codes that scripts may rely on: 0 done, 2 refused before any work, 3 failed while running (resumable), 130
 interrupted (resumable). An error of ours is printed as its sentence; ``VERL_ADAPTOR_TRACEBACK=1`` shows the traceback too.
@@ -136,6 +136,26 @@ def _doctor(as_json: Json = False) -> None:
 
     if not run(as_json=as_json):
         raise typer.Exit(REFUSED)
+
+
+@app.command("check")
+def _check(
+    backend: Annotated[str, typer.Argument(help="A registered backend.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="What it is checked with: family=qwen2 roles=inference engine.mode=async trainer.data_parallel_size=2",
+        ),
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write a JUnit report there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a backend against every law that its declaration asks for; exits with 3 if one is broken."""
+    from verl_adaptor.cli.check import check as run
+
+    if not run(backend, settings or [], junit=junit, as_json=as_json):
+        raise typer.Exit(FAILED)
 
 
 @app.command("fetch")

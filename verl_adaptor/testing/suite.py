@@ -5,8 +5,8 @@
     TestMine = conformance_suite("mine")
 
 The class is built here, law by law, so that an author can neither forget nor shadow one. Skips come from the
-BackendSpec alone: a role the backend does not play is left out; a capability declared UNSUPPORTED must raise
-`UnsupportedCapability`; NOT_IMPLEMENTED is a strict xfail.
+BackendSpec alone: a role the backend does not play is left out; a capability declared UNSUPPORTED, or for a device that is
+not here, must raise `UnsupportedCapability`; NOT_IMPLEMENTED is a strict xfail.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
+import torch
 
-from verl_adaptor.capabilities import BackendSpec, Capability, Role, SupportLevel
+from verl_adaptor.capabilities import BackendSpec, Capability, Role, Support, SupportLevel
 from verl_adaptor.errors import UnsupportedCapability
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing import laws_adapters, laws_inference, laws_pairs, laws_saving, laws_training
 from verl_adaptor.testing.bench import Bench
 from verl_adaptor.testing.laws import LAWS, Law
+
+DECLARED, NOT_HERE = "declared", "not_here"
+"""Properties of a test whose law is not kept: what the spec declares, and the device that this machine would need."""
+DEVICES: Mapping[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available}
 
 _MODULES = (laws_inference, laws_training, laws_saving, laws_adapters, laws_pairs)  # importing them fills LAWS
 
@@ -62,27 +67,42 @@ def conformance_suite(
     return type(f"Test{spec.name.title()}Conformance", (), methods)
 
 
-def _method(law: Law, spec: BackendSpec) -> Callable[[Any], None]:
+def _method(law: Law, spec: BackendSpec) -> Callable[..., None]:
     """The law as a test method, in the form that the declared support asks for."""
-    lacking = {needed: spec.support(needed) for needed in law.needs if not spec.support(needed)}
+    lacking = {needed: spec.support(needed) for needed in law.needs if not _is_here(spec.support(needed))}
     unfinished = [c for c, support in lacking.items() if support.level is SupportLevel.NOT_IMPLEMENTED]
 
     def keeps(self: Any) -> None:
         law.check(self.bench)
 
-    def refuses(self: Any) -> None:
+    def refuses(self: Any, record_property: Callable[[str, object], None]) -> None:
+        declared = ", ".join(f"{c}: {s}" for c, s in lacking.items())
+        record_property(DECLARED, declared)
+        if away := sorted({support.detail for support in lacking.values() if _is_away(support)}):
+            record_property(NOT_HERE, ", ".join(away))
         refused = law.refused or _refusals(lacking)
         if refused is None:
-            pytest.skip(f"{spec.name} declares {', '.join(f'{c}: {s}' for c, s in lacking.items())}")
+            pytest.skip(f"{spec.name} declares {declared}")
         with pytest.raises(UnsupportedCapability):
             refused(self.bench)
 
-    method = refuses if lacking and not unfinished else keeps
+    method: Callable[..., None] = refuses if lacking and not unfinished else keeps
     method.__name__ = f"test_{law.number}_{law.name}"
     method.__doc__ = f"{law.number}: {law.check.__doc__}"
     if unfinished:
         return pytest.mark.xfail(strict=True, reason=f"not implemented: {', '.join(unfinished)}")(method)
     return method
+
+
+def _is_here(support: Support) -> bool:
+    """Whether the law is to be kept on this machine."""
+    return bool(support) or (support.level is SupportLevel.ONLY and support.detail in DEVICES and not _is_away(support))
+
+
+def _is_away(support: Support) -> bool:
+    """Whether it is declared for a device that this machine has not."""
+    wanted = support.detail if support.level is SupportLevel.ONLY else ""
+    return wanted in DEVICES and not DEVICES[wanted]()
 
 
 def _refusals(lacking: Mapping[Capability, object]) -> Callable[[Bench], Any] | None:

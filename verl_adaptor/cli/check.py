@@ -1,0 +1,70 @@
+"""``verl-adaptor check BACKEND``: every law that a backend's declaration asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from verl_adaptor.cli.recipes import apply_override
+from verl_adaptor.errors import BackendNotInstalled, UnknownKey
+
+if TYPE_CHECKING:
+    from verl_adaptor.testing.check import Outcome
+
+_SECTIONS = {"engine": "engine_settings", "trainer": "trainer_settings"}
+_KEYS = ("family", "model", "roles", *_SECTIONS)
+
+
+def check(backend: str, overrides: Sequence[str], *, junit: Path | None, as_json: bool) -> bool:
+    """Check a backend; True if no law is broken.
+
+    Raises:
+        UnknownBackend: there is no such backend.
+        UnknownKey: a setting is none of family, model, roles, engine.KEY and trainer.KEY.
+        BackendNotInstalled: pytest is missing.
+    """
+    if find_spec("pytest") is None or find_spec("pytest_timeout") is None:
+        raise BackendNotInstalled("the laws run on pytest; install it with: pip install 'verl-adaptor[testing]'")
+    from verl_adaptor.testing.check import RESULTS, check_backend, summary
+
+    def tell(outcome: Outcome) -> None:
+        if not as_json:
+            typer.echo(_line(outcome))
+
+    outcomes = check_backend(
+        backend, junit=None if junit is None else junit.absolute(), told=tell, **_settings(overrides)
+    )
+    found = {"backend": backend, "settings": list(overrides), **summary(outcomes)}
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        typer.echo(", ".join(f"{count} {result}" for result, count in found["counts"].items() if count))
+        for result in ("skipped", "not run"):
+            if found["counts"][result]:
+                typer.echo(f"  {result}: {RESULTS[result]}")
+    return bool(outcomes) and all(outcome.result != "failed" for outcome in outcomes)
+
+
+def _line(outcome: Outcome) -> str:
+    first, *rest = outcome.detail.splitlines() or [""]
+    line = f"{outcome.result:8} {outcome.law:3} {outcome.name}" + (f": {first}" if first else "")
+    return "\n".join([line, *(f"{'':13}{more}" for more in rest)])
+
+
+def _settings(overrides: Sequence[str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(tree, override)
+    unknown = sorted(tree.keys() - set(_KEYS))
+    if unknown:
+        raise UnknownKey(
+            f"unknown: {', '.join(unknown)}; allowed: {', '.join(_KEYS)} (engine.KEY=VALUE, trainer.KEY=VALUE)."
+        )
+    if isinstance(tree.get("roles"), str):
+        tree["roles"] = [tree["roles"]]
+    return {_SECTIONS.get(key, key): value for key, value in tree.items()}
