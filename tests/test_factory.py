@@ -33,17 +33,33 @@ class Options(Config):
     """Blocks."""
 
 
+def anything(*_, **__):
+    """A method."""
+
+
 class Engine(InferenceEngine):
     """Keeps what it was given; the primitives do not matter here."""
 
-    _admit = _step = _drop = _score = _load_bucket = _release = None  # type: ignore[assignment]
+    _admit = _step = _drop = _score = _load_bucket = _release = anything  # type: ignore[assignment]
+
+
+class Departed(Engine):
+    """Calls itself an engine and cannot be called as one."""
+
+    _step = None  # type: ignore[assignment]
+
+    def generate(self, prompts, sampling, *, return_exceptions=False):
+        pass
+
+    def agenerate(self, prompt, params=None):
+        pass
 
 
 class Trainer(TrainerBackend):
     """Likewise."""
 
-    _compute_log_probs = _compute_values = _forward_backward = _optimizer_step = None  # type: ignore[assignment]
-    _export_weights = _save_checkpoint = _load_checkpoint = _release = save_pretrained = None  # type: ignore[assignment]
+    _compute_log_probs = _compute_values = _forward_backward = _optimizer_step = anything  # type: ignore[assignment]
+    _export_weights = _save_checkpoint = _load_checkpoint = _release = save_pretrained = anything  # type: ignore[assignment]
 
 
 def no_tuesdays(facts: Facts) -> list[str]:
@@ -80,7 +96,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "registry", lambda: known)
     monkeypatch.setattr("verl_adaptor.factory.registry", lambda: known)
     module = ModuleType("fake_backend")
-    module.__dict__.update(Engine=Engine, Trainer=Trainer, Options=Options, number=3)
+    module.__dict__.update(Engine=Engine, Trainer=Trainer, Options=Options, Departed=Departed, number=3)
     monkeypatch.setitem(sys.modules, "fake_backend", module)
     register(FAKE)
     register(PLAIN)
@@ -215,6 +231,10 @@ def test_a_failing_import_is_chained_and_told_from_a_missing_framework(model: Pa
         ("fake_backend:Trainer", "no subclass of verl_adaptor.InferenceEngine"),
         ("fake_backend:number", "no subclass of verl_adaptor.InferenceEngine"),
         ("fake_backend:Missing", "Missing"),
+        (
+            "fake_backend:Departed",
+            r"_step is no method; agenerate\(\) is not async.*takes no 'params' and needs 'sampling'",
+        ),
     ],
 )
 def test_what_the_spec_names_must_be_an_engine(model: Path, where: str, sentence: str) -> None:

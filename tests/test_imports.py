@@ -24,11 +24,12 @@ MAY_IMPORT = {
     "batch": {"errors", "samples", "protocols"},  # protocols: the Denominators of a loss
     "capabilities": {"errors"},
     "config": {"errors"},
-    "protocols": DOMAIN | {"weights"},  # batch at call time only, so that the contracts load without torch
+    "protocols": DOMAIN | {"weights", "threads"},  # batch at call time only, so that the contracts load without torch
     "hookspecs": DOMAIN,
     "registry": {"errors", "capabilities", "hookspecs"},
     "preflight": {"errors", "config", "capabilities"},
     "objects": {"errors"},
+    "threads": set(),
     "service": {"errors", "config"},
     "tokenizer": {"errors"},
     "tasks": GIVEN,
@@ -38,9 +39,9 @@ MAY_IMPORT = {
     "tracking": GIVEN,
     "execution": GIVEN
     | {"capabilities", "weights", "tokenizer"},  # what is elsewhere shows its spec here; its weights and texts pass
-    "ppo": GIVEN | {"weights", "data", "tasks", "tracking", "service"},
+    "ppo": GIVEN | {"weights", "data", "tasks", "tracking", "service", "threads"},
     "backends": DOMAIN | {"hookspecs", "weights", "memory", "tokenizer"},
-    "factory": BASE | {"protocols", "registry", "preflight", "execution"},
+    "factory": BASE | {"protocols", "registry", "preflight", "execution", "objects"},
     "testing": None,  # None: everything but the command line
     "matrix": None,
     "cli": None,

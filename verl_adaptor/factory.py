@@ -35,6 +35,7 @@ from verl_adaptor.execution import (
     WorkerPool,
     ranks_running,
 )
+from verl_adaptor.objects import departures
 from verl_adaptor.preflight import Facts, check
 from verl_adaptor.preflight.model import read_model_config
 from verl_adaptor.preflight.requests import requests
@@ -339,12 +340,14 @@ def load_class(spec: BackendSpec, role: Role) -> type[Any]:
 
     Raises:
         BackendNotInstalled: an import failed; the cause is chained.
-        BrokenPlugin: what the spec names is not there, or no subclass of the protocol.
+        BrokenPlugin: what the spec names is not there, no subclass of the protocol, or cannot be called as it is.
     """
     where = (spec.engine if role == "inference" else spec.trainer) or ""
     base, found = PROTOCOLS[role], load_object(spec, where)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise BrokenPlugin(f"backend {spec.name!r}: {where} is no subclass of verl_adaptor.{base.__name__}.")
+    if problems := departures(found, base):
+        raise BrokenPlugin(f"backend {spec.name!r}: {where} is no {base.__name__}: {'; '.join(problems)}.")
     return found
 
 

@@ -68,3 +68,51 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], *, ke
         signature.bind(*[None] * positional, **args)
     except TypeError as error:
         raise ConfigError(f"{key}: {error}; its signature is {signature}.") from error
+
+
+def departures(found: type, base: type) -> list[str]:
+    """Where a subclass cannot be called as its base class is, or leaves something out: a sentence each.
+
+    >>> class Base:
+    ...     def score(self, token_ids, temperature=1.0): ...
+    >>> class Mine(Base):
+    ...     def score(self, token_ids, top_p): ...
+    >>> departures(Mine, Base)
+    ["score() takes no 'temperature' and needs 'top_p', unlike score(self, token_ids, temperature=1.0)"]
+    """
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    problems = [f"{name}() is not written" for name in missing]
+    for name, meant in inspect.getmembers(base, inspect.isfunction):
+        own = inspect.getattr_static(found, name)
+        if name in missing or own is meant:
+            continue
+        if not inspect.isfunction(own):
+            problems.append(f"{name} is no method")
+            continue
+        wanted, have = inspect.signature(meant), inspect.signature(own)
+        wrong = _unlike(wanted, have)
+        if inspect.iscoroutinefunction(meant) and not inspect.iscoroutinefunction(own):
+            wrong.append("is not async")
+        if wrong:
+            problems.append(f"{name}() {' and '.join(wrong)}, unlike {name}{wanted}")
+    return problems
+
+
+def _unlike(wanted: inspect.Signature, have: inspect.Signature) -> list[str]:
+    """What a call that fits the first would meet in the second."""
+    kinds = {parameter.kind for parameter in have.parameters.values()}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    any_order = inspect.Parameter.VAR_POSITIONAL in kinds
+    wrong = []
+    for name, parameter in wanted.parameters.items():
+        by_name = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if name not in have.parameters and not (takes_all and (by_name or any_order)) and not _is_rest(parameter):
+            wrong.append(f"takes no {name!r}")
+    for name, parameter in have.parameters.items():
+        if name not in wanted.parameters and parameter.default is parameter.empty and not _is_rest(parameter):
+            wrong.append(f"needs {name!r}")
+    return wrong
+
+
+def _is_rest(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -117,11 +117,11 @@ def transfer_arguments(backend: str) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=backend)}
 
 
-def settings_for(backend: str, workers: int, device: torch.device) -> Settings:
+def settings_for(transfer: str, workers: int, device: torch.device) -> Settings:
     """How vLLM's ``nccl`` or ``ipc`` transfer is set up from this process.
 
     Args:
-        backend: one of the two.
+        transfer: one of the two.
         workers: vLLM's, of all tensor- and pipeline-parallel ranks.
         device: they run on.
 
@@ -129,8 +129,8 @@ def settings_for(backend: str, workers: int, device: torch.device) -> Settings:
         ConfigError: there is no CUDA, or ``ipc`` is to reach several GPUs.
     """
     if device.type != "cuda":
-        raise ConfigError(f"weight_transport={backend!r} goes between GPUs, and device={device.type!r}; use 'auto'.")
-    if backend == "ipc":
+        raise ConfigError(f"weight_transport={transfer!r} goes between GPUs, and device={device.type!r}; use 'auto'.")
+    if transfer == "ipc":
         if workers > 1:
             raise ConfigError(
                 f"weight_transport='ipc' reaches a worker on the GPU that the weights are on, and there are {workers} workers; "
