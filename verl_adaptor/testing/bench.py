@@ -30,8 +30,8 @@ GAP = 1e-4
 
 
 SETTLED = {"eps": 1e-5}
-"""For families with weights whose gradient is 0 but for rounding (key biases, for one): with AdamW's usual eps of 1e-8
-such a rounding error becomes a whole step, and no two correct trainers agree."""
+"""For models with weights whose gradient is 0 but for rounding (key biases, for one; single elements elsewhere): with AdamW's
+usual eps of 1e-8 such a rounding error becomes a whole step, and no two correct trainers agree."""
 
 
 WORKERS = WorkerPool()
@@ -57,7 +57,7 @@ class Bench:
         self._model = dict(model or {})
         self._engine_settings = dict(engine_settings or {})
         self._trainer_settings = dict(trainer_settings or {})
-        self._optimizer: dict[str, Any] = {"learning_rate": 1e-3, **({} if family == "llama" else SETTLED)}
+        self._optimizer: dict[str, Any] = {"learning_rate": 1e-3, **(SETTLED if model or family != "llama" else {})}
         self._folder = tempfile.TemporaryDirectory(prefix="verl-adaptor-laws-")
         self._open: list[InferenceEngine | TrainerBackend] = []
         self._shared: InferenceEngine | None = None
