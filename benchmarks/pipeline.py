@@ -49,6 +49,8 @@ MODELS: dict[str, list[str]] = {
         "model.build_args.intermediate_size=1408",
         "model.build_args.layers=6",
         "model.build_args.warm_start_steps=20",
+        "trainer.learning_rate=3.0e-5",
+        "critic.learning_rate=5.0e-5",
     ],
 }
 APART = ["engine.executor=ray", "engine.cpus_per_worker=1"]
@@ -69,7 +71,9 @@ def train(folder: Path, name: str, settings: list[str], *, threads: int) -> list
     command += [f"threads={threads}", *settings, "--output", str(output)]
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     print(f"{name}: {' '.join(settings)}", flush=True)
-    subprocess.run(command, check=True, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 

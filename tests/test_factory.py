@@ -233,7 +233,7 @@ def test_a_failing_import_is_chained_and_told_from_a_missing_framework(model: Pa
         ("fake_backend:Missing", "Missing"),
         (
             "fake_backend:Departed",
-            r"_step is no method; agenerate\(\) is not async.*takes no 'params' and needs 'sampling'",
+            r"_step is no method; agenerate\(\) is no .*: it is not async; generate\(\) is no .*: missing .*'sampling'",
         ),
     ],
 )

@@ -471,16 +471,22 @@ def test_an_event_loop_waits_for_no_step(make: Any, monkeypatch: pytest.MonkeyPa
     assert not engine.running and not engine._rows
 
 
+@pytest.mark.parametrize("on_a_loop", [False, True])
 def test_close_waits_for_no_step_that_does_not_return(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_a_loop: bool
 ) -> None:
+    """Callers on an event loop are told at once; one that steps itself is told when its step returns."""
     engine, returns, steps = make(), threading.Event(), threading.Event()
     monkeypatch.setattr("verl_adaptor.protocols.engine.CLOSE_WAIT_S", 0.1)
     monkeypatch.setattr(engine, "_step", lambda: (steps.set(), returns.wait(60), [])[-1])
-    thread, out = in_thread(lambda: engine.generate([(5, 6)]))
+    ask = (lambda: asyncio.run(engine.agenerate((5, 6)))) if on_a_loop else (lambda: engine.generate([(5, 6)]))
+    thread, out = in_thread(ask)
     assert steps.wait(60)
     engine.close()
-    assert "does not return" in caplog.text and thread.is_alive()
+    assert "does not return" in caplog.text
+    if on_a_loop:
+        thread.join(60)
+    assert thread.is_alive() != on_a_loop
     with pytest.raises(EngineClosed):
         engine.generate([(5, 6)])
     returns.set()

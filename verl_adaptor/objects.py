@@ -73,46 +73,48 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], *, ke
 def departures(found: type, base: type) -> list[str]:
     """Where a subclass cannot be called as its base class is, or leaves something out: a sentence each.
 
+    Public methods may be called by position or by name; those with an underscore, and the constructor, by position.
+
     >>> class Base:
     ...     def score(self, token_ids, temperature=1.0): ...
     >>> class Mine(Base):
     ...     def score(self, token_ids, top_p): ...
     >>> departures(Mine, Base)
-    ["score() takes no 'temperature' and needs 'top_p', unlike score(self, token_ids, temperature=1.0)"]
+    ["score() is no score(self, token_ids, temperature=1.0): missing a required argument: 'top_p'"]
     """
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     problems = [f"{name}() is not written" for name in missing]
     for name, meant in inspect.getmembers(base, inspect.isfunction):
-        own = inspect.getattr_static(found, name)
+        own = getattr(found, name)
         if name in missing or own is meant:
             continue
-        if not inspect.isfunction(own):
+        if not callable(own):
             problems.append(f"{name} is no method")
             continue
-        wanted, have = inspect.signature(meant), inspect.signature(own)
-        wrong = _unlike(wanted, have)
-        if inspect.iscoroutinefunction(meant) and not inspect.iscoroutinefunction(own):
-            wrong.append("is not async")
-        if wrong:
-            problems.append(f"{name}() {' and '.join(wrong)}, unlike {name}{wanted}")
+        wanted = inspect.signature(meant)
+        why = _unlike(wanted, own, by_name=not name.startswith("_"))
+        if inspect.iscoroutinefunction(meant) and not inspect.iscoroutinefunction(inspect.unwrap(own)):
+            why = why or "it is not async"
+        if why:
+            problems.append(f"{name}() is no {name}{wanted}: {why}")
     return problems
 
 
-def _unlike(wanted: inspect.Signature, have: inspect.Signature) -> list[str]:
-    """What a call that fits the first would meet in the second."""
-    kinds = {parameter.kind for parameter in have.parameters.values()}
-    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-    any_order = inspect.Parameter.VAR_POSITIONAL in kinds
-    wrong = []
-    for name, parameter in wanted.parameters.items():
-        by_name = parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        if name not in have.parameters and not (takes_all and (by_name or any_order)) and not _is_rest(parameter):
-            wrong.append(f"takes no {name!r}")
-    for name, parameter in have.parameters.items():
-        if name not in wanted.parameters and parameter.default is parameter.empty and not _is_rest(parameter):
-            wrong.append(f"needs {name!r}")
-    return wrong
-
-
-def _is_rest(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+def _unlike(wanted: inspect.Signature, own: Callable[..., Any], *, by_name: bool) -> str:
+    """Why a call that fits the signature does not fit the function; empty if all do, or the function does not tell."""
+    try:
+        have = inspect.signature(own)
+    except (TypeError, ValueError):  # of an extension module
+        return ""
+    listed = [p for p in wanted.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    needed = [p for p in listed if p.default is p.empty]
+    named = {p.name: None for p in wanted.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    calls: list[tuple[int, Mapping[str, None]]] = [(len(needed), {}), (len(listed), named)]
+    if by_name:
+        calls.append((1, {**{p.name: None for p in listed[1:]}, **named}))
+    for count, keywords in calls:
+        try:
+            have.bind(*[None] * count, **keywords)
+        except TypeError as error:
+            return str(error)
+    return ""

@@ -97,6 +97,9 @@ class Workers(abc.ABC):
     def stop(self) -> None:
         """End all processes, whatever they are doing; a second call does nothing."""
 
+    def interrupt(self) -> None:  # noqa: B027
+        """Make a `run` of another thread end, where that can be: its ranks are ended. `stop` follows."""
+
 
 class WorkerGroup:
     """The ranks that one or more trainers and engines live on.

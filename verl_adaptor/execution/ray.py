@@ -33,6 +33,8 @@ from verl_adaptor.execution.worker import Request, Worker
 PLACEMENT_S = 10.0
 """Resources that another group has just given back take Ray a moment to count; longer than that they are in use."""
 PING_S = 5.0
+STOP_S = 15.0
+"""Longest that the end of the ranks waits for a call that is under way."""
 """A process that lives answers another thread's question within this time."""
 
 
@@ -85,6 +87,9 @@ class RayWorkers(Workers):
         self._actors: list[Any] = []
         self._bundles: PlacementGroup | None = None
         self._connected = False
+        self._running = threading.Lock()
+        """Held while a call waits for the ranks."""
+        self._stopping = threading.RLock()
 
     def start(self) -> None:
         """Connect or start Ray, reserve, and start the actors."""
@@ -152,6 +157,10 @@ class RayWorkers(Workers):
 
     def run(self, request: Request, timeout_s: float) -> list[Outcome]:
         """One object-store entry for all ranks; the first failure gives the others the grace."""
+        with self._running:
+            return self._run(request, timeout_s)
+
+    def _run(self, request: Request, timeout_s: float) -> list[Outcome]:
         shared = ray.put(request)
         refs = [actor.run.remote(shared) for actor in self._actors]
         outcomes: dict[int, Outcome] = {}
@@ -176,16 +185,24 @@ class RayWorkers(Workers):
 
     def stop(self) -> None:
         """Kill the actors, give the reservation back, and leave Ray, which ends if it was started here."""
-        actors, self._actors = self._actors, []
-        if self._connected and ray.is_initialized():
-            for actor in actors:
-                ray.kill(actor)
-            if self._bundles is not None:
+        with self._stopping:
+            self.interrupt()
+            # a call of another thread ends with its ranks; Ray itself must not end under it
+            if self._running.acquire(timeout=STOP_S):
+                self._running.release()
+            self._actors = []
+            if self._bundles is not None and self._connected and ray.is_initialized():
                 remove_placement_group(self._bundles)
-        self._bundles = None
-        if self._connected:
-            self._connected = False
-            _session.leave()
+            self._bundles = None
+            if self._connected:
+                self._connected = False
+                _session.leave()
+
+    def interrupt(self) -> None:
+        """Kill the actors."""
+        if self._connected and ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
 
 
 def _result(ref: Any, wrap: Any = outcome) -> Outcome:

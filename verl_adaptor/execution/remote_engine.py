@@ -59,6 +59,7 @@ class RemoteEngine(InferenceEngine):
         super().__init__(path, config, options, spec)
         self._group = group
         self._owns_group = owns_group
+        self._is_trainers = recipe is None
         self._key = key or group.new_key(f"{spec.name} engine")
         self._source = source
         self._coming: WeightUpdate | None = None
@@ -229,8 +230,8 @@ class RemoteEngine(InferenceEngine):
             return self._group.call_each(self._key, method, *args)
 
     def _break_off(self) -> None:
-        if self._owns_group:
-            self._group.close()
+        if not self._is_trainers:
+            self._group.workers.interrupt()
 
     def _release(self) -> None:
         if self._owns_group:

@@ -159,28 +159,27 @@ class Pipeline:
     async def _roll(self, group: Group) -> None:
         run = self.run
         step, place = divmod(group.place, run.config.train_batch_size)
-        with self.watchdog.busy("rollout"):
-            while True:
-                gate = min(self.gates, key=lambda gate: (gate.is_shut, gate.prompts))
-                engine = gate.engine
-                group = self._rolling[group.place] = replace(group, begun=engine.policy_version)
-                try:
-                    with gate.rolling():
-                        trajectories = await rollout_all(
-                            run.rollout,
-                            gate,  # type: ignore[arg-type]
-                            [group.prompt],
-                            run.params,
-                            n=run.rollout_config.n,
-                            seed=mix_seed(run.seed, step),
-                            first=place,
-                            timeout_s=run.rollout_config.timeout_s,
-                        )
-                    break
-                except (InvalidRequest, RolloutTimeout):  # the engine may be well
-                    raise
-                except EngineError as error:
-                    await self._mend(gate, engine, error)
+        while True:
+            gate = min(self.gates, key=lambda gate: (gate.is_shut, gate.prompts))
+            engine = gate.engine
+            group = self._rolling[group.place] = replace(group, begun=engine.policy_version)
+            try:
+                with self.watchdog.busy("rollout"), gate.rolling():
+                    trajectories = await rollout_all(
+                        run.rollout,
+                        gate,  # type: ignore[arg-type]
+                        [group.prompt],
+                        run.params,
+                        n=run.rollout_config.n,
+                        seed=mix_seed(run.seed, step),
+                        first=place,
+                        timeout_s=run.rollout_config.timeout_s,
+                    )
+                break
+            except (InvalidRequest, RolloutTimeout):  # the engine may be well
+                raise
+            except EngineError as error:
+                await self._mend(gate, engine, error)
         group = self._rolling[group.place] = replace(group, trajectories=tuple(trajectories))
         await self.queue.put(group)
         del self._rolling[group.place]
@@ -374,11 +373,13 @@ class Pipeline:
             self._restarts += 1
             most = self.config.engine_restarts
             logger.warning("the engine failed and is made anew (%d of %d): %s", self._restarts, most, error)
-            with gate.shut(), self.watchdog.busy("engine"):
-                with suppress(VerlAdaptorError):
+            with gate.shut():
+                with suppress(VerlAdaptorError), self.watchdog.busy("engine"):
                     await in_daemon_thread(failed.close, "engine")
-                engine = await self._new_engine(self.gates.index(gate))
-                await self._update(engine, "wait")
+                with self.watchdog.busy("engine"):
+                    engine = await self._new_engine(self.gates.index(gate))
+                with self.watchdog.busy("engine"):
+                    await self._update(engine, "wait")
                 gate.engine = engine
                 self.run.engine = self.gates[0].engine
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl_adaptor.config import ExecutionConfig, PipelineConfig, PPOConfig, RolloutConfig, TrainerConfig
 
+FOUND_OUT_S = 40.0
+"""After call_timeout_s the ranks get this long to say how they fared."""
+
 
 def batch_divides(ppo: PPOConfig, rollout: RolloutConfig, trainers: Mapping[str, TrainerConfig]) -> Iterator[str]:
     """The rows of a mini-batch must spread evenly over data-parallel ranks (C29).
@@ -42,12 +45,12 @@ def hangs_are_told_apart(pipeline: PipelineConfig, engine: ExecutionConfig) -> I
 
     >>> from verl_adaptor.config import ExecutionConfig, PipelineConfig
     >>> list(hangs_are_told_apart(PipelineConfig(stall_timeout_s=60), ExecutionConfig(call_timeout_s=60)))
-    ['engine.call_timeout_s=60 is not below pipeline.stall_timeout_s=60, so that an engine that hangs would end the run \
+    ['engine.call_timeout_s=60 is not 40 s below pipeline.stall_timeout_s=60, so that an engine that hangs would end the run \
 instead of being made anew; lower the first or raise the second.']
     """
-    if engine.call_timeout_s >= pipeline.stall_timeout_s:
+    if engine.call_timeout_s + FOUND_OUT_S > pipeline.stall_timeout_s:
         yield (
-            f"engine.call_timeout_s={engine.call_timeout_s:g} is not below "
+            f"engine.call_timeout_s={engine.call_timeout_s:g} is not {FOUND_OUT_S:g} s below "
             f"pipeline.stall_timeout_s={pipeline.stall_timeout_s:g}, so that an engine that hangs would end the run instead of "
             "being made anew; lower the first or raise the second."
         )

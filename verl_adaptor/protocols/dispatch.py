@@ -211,6 +211,11 @@ class Dispatcher:
             )  # last: an engine that is beyond dropping must not hide the error
             self._settle_down()
 
+    def abandon(self, error: BaseException) -> None:
+        """Tell callers on event loops that nothing will come, without the lock: the step that holds it does not return."""
+        self._fail([*self.samples.values(), *self._inbox], error)
+        self.flush()
+
     def _fail(self, samples: Sequence[SampleRequest], error: BaseException) -> None:
         """Post an error to those who wait for these samples."""
         for sample in samples:

@@ -40,6 +40,7 @@ InFlight = Literal["wait", "abort", "keep"]
 
 CLOSE_WAIT_S = 30.0
 """Longest that `close` waits for a step or an update of another thread before it breaks that off."""
+_CLOSED_MEANWHILE = "the engine was closed while this request was running."
 
 
 class Served(Protocol):
@@ -274,23 +275,30 @@ class InferenceEngine(abc.ABC):
                 logger.warning(
                     "a step of the engine of %s does not return; what it holds is freed once it does", self.path
                 )
-                threading.Thread(target=self._free, name="engine-close", daemon=True).start()
+                self._dispatch.abandon(EngineClosed(_CLOSED_MEANWHILE))
+                threading.Thread(target=self._close_late, name="engine-close", daemon=True).start()
                 return
         try:
             if self._closed:
                 return
             self._closed = True
+            self._free()
         finally:
             self._lock.release()
-        self._free()
+        self._dispatch.shutdown()
+
+    def _close_late(self) -> None:
+        """Once the step has returned after all."""
+        with self._lock:
+            self._free()
+        self._dispatch.shutdown()
 
     def _free(self) -> None:
-        with self._lock:
-            try:
-                self._dispatch.fail_all(EngineClosed("the engine was closed while this request was running."))
-            finally:
-                self._release()
-        self._dispatch.shutdown()
+        """Under the lock: no step begins between the two."""
+        try:
+            self._dispatch.fail_all(EngineClosed(_CLOSED_MEANWHILE))
+        finally:
+            self._release()
 
     def __enter__(self) -> Self:
         return self

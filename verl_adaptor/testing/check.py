@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,9 +67,15 @@ def check_backend(
     """
     global suite
     suite = conformance_suite(backend, **settings)
-    collector = _Collector(told)
+    here = sys.stdout
+
+    def tell(outcome: Outcome) -> None:
+        with redirect_stdout(here):
+            told(outcome)
+
+    collector, unsaid = _Collector(tell), io.StringIO()
     with tempfile.TemporaryDirectory(prefix="verl-adaptor-check-") as scratch:
-        file = Path(scratch) / "test_conformance.py"
+        file = Path(scratch) / f"test_{Path(scratch).name.replace('-', '_')}.py"  # pytest imports a name once a process
         file.write_text(_FILE)
         options = [
             str(file),
@@ -76,11 +86,16 @@ def check_backend(
             "no:cacheprovider",
             "-p",
             "no:terminal",
+            "--disable-plugin-autoload",  # the laws need none of what else is installed
+            "-p",
+            "pytest_timeout",
         ]
         options += [f"--junitxml={junit}"] if junit is not None else []
-        code = pytest.main([*options, "-o", "junit_family=xunit2", f"--timeout={TIMEOUT_S:.0f}"], plugins=[collector])
+        options += ["-o", "junit_family=xunit2", f"--timeout={TIMEOUT_S:.0f}"]
+        with redirect_stdout(unsaid):
+            code = pytest.main(options, plugins=[collector])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise BackendError(f"the laws could not be run: pytest ended with {code!r}; see what it said above.")
+        raise BackendError(f"the laws could not be run: pytest ended with {code!r}.\n{unsaid.getvalue()}")
     return collector.outcomes
 
 
@@ -97,6 +112,17 @@ class _Collector:
         self.outcomes: list[Outcome] = []
         self._told = told
         self._reports: list[pytest.TestReport] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
+        """A report parses source; a finalizer that parses too while it does would end it (SystemError, gh-106905)."""
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return (yield)
+        finally:
+            if was_on:
+                gc.enable()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.append(report)

@@ -51,6 +51,7 @@ def conformance_suite(
         roles: check these roles only; None checks all that the backend plays.
     """
     spec = get_spec(backend)
+    on_cpu = "cpu" in {settings.get("device") for settings in (engine_settings, trainer_settings) if settings}
 
     def setup_class(cls: Any) -> None:
         cls.bench = Bench(
@@ -63,13 +64,15 @@ def conformance_suite(
     methods: dict[str, Any] = {"setup_class": classmethod(setup_class), "teardown_class": classmethod(teardown_class)}
     for law in LAWS:
         if set(law.roles) <= set(spec.roles if roles is None else roles):
-            methods[f"test_{law.number}_{law.name}"] = _method(law, spec)
+            methods[f"test_{law.number}_{law.name}"] = _method(law, spec, on_cpu=on_cpu)
     return type(f"Test{spec.name.title()}Conformance", (), methods)
 
 
-def _method(law: Law, spec: BackendSpec) -> Callable[..., None]:
+def _method(law: Law, spec: BackendSpec, *, on_cpu: bool) -> Callable[..., None]:
     """The law as a test method, in the form that the declared support asks for."""
-    lacking = {needed: spec.support(needed) for needed in law.needs if not _is_here(spec.support(needed))}
+    away = {needed: device for needed in law.needs if (device := _missing_device(spec.support(needed), on_cpu=on_cpu))}
+    supports = {needed: spec.support(needed) for needed in law.needs}
+    lacking = {c: support for c, support in supports.items() if c in away or not (support or support.detail in DEVICES)}
     unfinished = [c for c, support in lacking.items() if support.level is SupportLevel.NOT_IMPLEMENTED]
 
     def keeps(self: Any) -> None:
@@ -78,8 +81,8 @@ def _method(law: Law, spec: BackendSpec) -> Callable[..., None]:
     def refuses(self: Any, record_property: Callable[[str, object], None]) -> None:
         declared = ", ".join(f"{c}: {s}" for c, s in lacking.items())
         record_property(DECLARED, declared)
-        if away := sorted({support.detail for support in lacking.values() if _is_away(support)}):
-            record_property(NOT_HERE, ", ".join(away))
+        if away:
+            record_property(NOT_HERE, ", ".join(sorted(set(away.values()))))
         refused = law.refused or _refusals(lacking)
         if refused is None:
             pytest.skip(f"{spec.name} declares {declared}")
@@ -94,15 +97,10 @@ def _method(law: Law, spec: BackendSpec) -> Callable[..., None]:
     return method
 
 
-def _is_here(support: Support) -> bool:
-    """Whether the law is to be kept on this machine."""
-    return bool(support) or (support.level is SupportLevel.ONLY and support.detail in DEVICES and not _is_away(support))
-
-
-def _is_away(support: Support) -> bool:
-    """Whether it is declared for a device that this machine has not."""
-    wanted = support.detail if support.level is SupportLevel.ONLY else ""
-    return wanted in DEVICES and not DEVICES[wanted]()
+def _missing_device(support: Support, *, on_cpu: bool) -> str:
+    """The device that it is declared for, and that this machine has not or the settings do not use; else empty."""
+    wanted = support.detail if support.level is SupportLevel.ONLY and support.detail in DEVICES else ""
+    return wanted if wanted and (on_cpu or not DEVICES[wanted]()) else ""
 
 
 def _refusals(lacking: Mapping[Capability, object]) -> Callable[[Bench], Any] | None:

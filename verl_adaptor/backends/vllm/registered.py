@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
@@ -106,7 +108,8 @@ class _Calls:
         pass
 
     def update_weights(self, update_info: Any) -> None:
-        self._core.call("update_weights", update_info)
+        # as bytes: CUDA IPC handles hold classes, which vLLM's own encoding between processes refuses
+        self._core.call("adaptor_update_weights", pickle.dumps(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass
@@ -126,10 +129,15 @@ def settings_for(transfer: str, workers: int, device: torch.device) -> Settings:
         device: they run on.
 
     Raises:
-        ConfigError: there is no CUDA, or ``ipc`` is to reach several GPUs.
+        ConfigError: there is no CUDA, ``ipc`` is to reach several GPUs, or this process is one of several ranks.
     """
     if device.type != "cuda":
         raise ConfigError(f"weight_transport={transfer!r} goes between GPUs, and device={device.type!r}; use 'auto'.")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"weight_transport={transfer!r} sends from one process, and this one is one of {dist.get_world_size()} ranks; use "
+            "'auto'."
+        )
     if transfer == "ipc":
         if workers > 1:
             raise ConfigError(

@@ -123,11 +123,12 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
     def _room(self, size: int) -> SharedBucket:
         """Shared memory of at least this many bytes that vLLM's side has open; kept for the next round."""
         if self._shared is None or self._shared.size < size:
-            self._shared = shared = SharedBucket(size)
+            self._shared, shared = None, SharedBucket(size)
             try:
                 self.client.init_weight_transfer_engine({"path": str(shared.path), "size": shared.size})
             finally:
                 shared.unlink()
+            self._shared = shared
         return self._shared
 
     def _buckets(self, plan: list[list[str]]) -> Iterator[dict[str, Tensor]]:

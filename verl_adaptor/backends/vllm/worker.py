@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -29,6 +30,7 @@ class WorkerExtension:
 
     model_runner: Any
     add_lora: Any
+    update_weights: Any
     device: Any
     adaptor_folder: str | None = None
 
@@ -95,6 +97,10 @@ class WorkerExtension:
         found = digests(bucket) if digest else {}
         self.adaptor_loader.load(bucket)
         return found
+
+    def adaptor_update_weights(self, pickled: bytes) -> None:
+        """One call of a weight transfer of vLLM's own, from the driver."""
+        self.update_weights(pickle.loads(pickled))
 
     def adaptor_finish(self) -> None:
         """All were loaded."""
