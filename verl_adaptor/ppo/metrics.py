@@ -55,9 +55,14 @@ def check_mismatch(metrics: Mapping[str, float], config: TrackingConfig, *, stal
     """
     gap = metrics["mismatch/log_prob"]
     if not gap <= config.mismatch_stop:  # a NaN stops too
+        or_else = (
+            ", or the policy moves as far within pipeline.max_staleness updates: lower the learning rate or the staleness, or "
+            "raise the threshold"
+        )
         raise EngineError(
             f"engine and trainer differ by {gap:.3f} nats a token on their own samples, over tracking.mismatch_stop="
-            f"{config.mismatch_stop}: the engine does not serve the policy that is trained. Check the weight sync."
+            f"{config.mismatch_stop}: the engine does not serve the policy that is trained (check the weight sync)"
+            f"{or_else if stale else ''}."
         )
     if gap > config.mismatch_warn and not stale:
         logger.warning(
