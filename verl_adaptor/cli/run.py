@@ -131,10 +131,12 @@ def prepared(
         ConfigError: the folder holds another run, or cannot be written; or anything `plan` raises.
     """
     plans = plan(recipe)
-    made = [p for p in (plans.actor, plans.critic, plans.reference, plans.engine) if isinstance(p, Plan)]
-    more = recipe.pipeline.engines - 1 if recipe.pipeline else 0
-    engine_ranks = plans.engine.ranks if isinstance(plans.engine, Plan) else None
-    workers.check((p.ranks for p in made if p.ranks), [engine_ranks] * more if engine_ranks else ())
+    # engines with ranks of their own: on a trainer's they could not overlap with it, and would end with it
+    apart = recipe.pipeline.engines if recipe.pipeline else 0
+    made = [p for p in (plans.actor, plans.critic, plans.reference) if isinstance(p, Plan)]
+    engine_ranks = [plans.engine.ranks] if isinstance(plans.engine, Plan) and plans.engine.ranks else []
+    ranks = [p.ranks for p in made if p.ranks]
+    workers.check(ranks if apart else ranks + engine_ranks, engine_ranks * apart)
     checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
     _check_folder(recipe, output, checkpoints, resume=resume)
     with ExitStack() as stack:
@@ -150,7 +152,7 @@ def prepared(
         path, facts = _model(recipe, output, resume=resume)
         tokenizer = load_tokenizer(path)
         actor = stack.enter_context(plans.actor.create(path, workers=workers))
-        engine = stack.enter_context(_engine(plans, actor, path, workers))
+        engine = stack.enter_context(_engine(plans, actor, path, workers, min(apart, 1)))
         prompts, held_out = open_prompts(
             recipe.data.replace(max_prompt_tokens=_room_for_prompts(recipe, engine)),
             tokenizer,
@@ -181,7 +183,9 @@ def prepared(
                 checkpoints=checkpoints,
                 pad_token_id=pad_token_id(tokenizer) if tokenizer else 0,
                 rollout=plans.rollout,
-                new_engine=lambda number: stack.enter_context(_engine(plans, actor, path, workers, number)),
+                new_engine=lambda number: stack.enter_context(
+                    _engine(plans, actor, path, workers, number + min(apart, 1))
+                ),
             ),
             facts,
         )
