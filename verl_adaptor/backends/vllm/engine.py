@@ -92,15 +92,15 @@ class VLLMEngine(InferenceEngine):
                 f"{path}: vLLM loads this model and cannot run it here: {error}; use backend='hf', or another device."
             ) from error
 
-    def _start(self, own: VLLMOptions, model_config: PreTrainedConfig) -> Core:
-        config, model = self.config, self.model
-        beside = config.mode == "async" or config.replicas > 1
+    def _check_settings(self, own: VLLMOptions, *, beside: bool) -> None:
+        """Raise `ConfigError` for settings that cannot go together here."""
+        config = self.config
         if config.replicas > 1 and self._device.type != "cpu":
             raise ConfigError(
                 f"replicas={config.replicas} on {self._device.type}: all would take the same GPUs; use tensor_parallel_size, or "
                 "an engine for each GPU in a process of its own that sees that one alone (CUDA_VISIBLE_DEVICES)."
             )
-        if config.lora_rank and self._device.type == "cpu" and any(".experts." in name for name in model.tensors):
+        if config.lora_rank and self._device.type == "cpu" and any(".experts." in name for name in self.model.tensors):
             raise ConfigError(
                 f"lora_rank={config.lora_rank}: vLLM computes adapters of a model with experts on GPUs only; leave it out, and "
                 "adapters come merged."
@@ -110,18 +110,23 @@ class VLLMEngine(InferenceEngine):
                 f"weight_transport={own.weight_transport!r}: vLLM is in this process and is handed the tensors themselves; leave "
                 "it at 'auto', or set mode='async'."
             )
-        if not beside:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                raise ConfigError(
-                    f"this process is one of {dist.get_world_size()} ranks, and vLLM in it would be one of them; set "
-                    "mode='async': then it has processes of its own."
-                )
-            ensure_process_group(torch.device("cpu"), _JOIN_TIMEOUT_S)
+        if not beside and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"this process is one of {dist.get_world_size()} ranks, and vLLM in it would be one of them; set "
+                "mode='async': then it has processes of its own."
+            )
         if own.weight_transport in VLLMS_OWN and config.lora_rank:
             raise ConfigError(
                 f"weight_transport={own.weight_transport!r}: vLLM's own transfers load no base of adapters; leave it at 'auto', "
                 "or leave lora_rank out."
             )
+
+    def _start(self, own: VLLMOptions, model_config: PreTrainedConfig) -> Core:
+        config, model = self.config, self.model
+        beside = config.mode == "async" or config.replicas > 1
+        self._check_settings(own, beside=beside)
+        if not beside:
+            ensure_process_group(torch.device("cpu"), _JOIN_TIMEOUT_S)
         eager = self._device.type == "cpu" if own.enforce_eager is None else own.enforce_eager
         arguments = {
             "model": self.path,

@@ -36,7 +36,6 @@ class Registered(Transport):
     """
 
     why = "that was asked for"
-    tells_digests = False
 
     def __init__(self, core: Any, backend: str, settings: Settings) -> None:
         super().__init__(core)
@@ -44,8 +43,12 @@ class Registered(Transport):
         self._settings = settings
         self._bucket = _Bucket()
         self._sender: Any = None
+        self._room = 0
 
-    def _make(self, room: int) -> None:
+    def prepare(self, room: int) -> None:
+        """Set the sender up, anew for larger buckets."""
+        if self._sender is not None and room <= self._room:
+            return
         self.end()
         try:
             self._sender = WeightTransferTrainerFactory.trainer_init(
@@ -55,6 +58,7 @@ class Registered(Transport):
             raise WeightUpdateError(
                 f"vLLM could not set up the way {self.name}: {error}; leave weight_transport at 'auto'."
             ) from error
+        self._room = room
 
     def begin(self) -> None:
         """vLLM's side makes itself ready."""
@@ -67,16 +71,12 @@ class Registered(Transport):
             torch.cuda.synchronize()  # vLLM copies on streams of its own
         self._sender.send_weights()
 
-    def _write(self, start: int, piece: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        raise NotImplementedError
-
     def complete(self) -> None:
         """vLLM's side prepares the layers for their kernels."""
         self._core.call("finish_weight_update")
 
     def end(self) -> None:
         """End the sender."""
-        super().end()
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.shutdown()

@@ -107,10 +107,11 @@ class Server:
             self._server.should_exit = True
             try:
                 serving.result(GRACE_S + 10)
-            except TimeoutError:
+            except (
+                TimeoutError,
+                CancelledError,
+            ):  # cancelled: with its process, which stood still when the engine was closed
                 serving.cancel()
-            except CancelledError:  # the engine was closed while its process stood still
-                pass
         self._socket.close()
         self._updater.shutdown(wait=False, cancel_futures=True)
 

@@ -30,9 +30,7 @@ _SMALLEST = 2 << 20
 
 
 class Transport(abc.ABC):
-    """Takes buckets in pieces of at most half its room, fused groups whole: one is written while the workers load another.
-
-    A fused group over half the room has all of it. So what travels never takes more than one bucket (C08).
+    """One way, whole buckets at a time.
 
     Args:
         core: vLLM, whose `call` and `call_soon` run methods of `WorkerExtension` on all workers.
@@ -40,18 +38,66 @@ class Transport(abc.ABC):
 
     name: str
     why: str
-    tells_digests = True
-    """Whether the workers say what has arrived."""
+    tells_digests = False
+    """Whether the workers say what has arrived; else digests are compared before it is sent."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
+
+    def prepare(self, room: int) -> None:  # noqa: B027
+        """Be ready for buckets of this many bytes. Raises `WeightUpdateError` where that is impossible."""
+
+    def begin(self) -> None:
+        """New weights come."""
+        self._core.call("adaptor_begin")
+
+    @abc.abstractmethod
+    def load(self, bucket: Mapping[str, Tensor], compare: Compare | None) -> None:
+        """Have the workers load a bucket, whose tensors are no longer needed afterwards; `finish` waits for them.
+
+        Args:
+            bucket: whole tensors by name.
+            compare: is told the digests of what each worker has read; None: they are not taken.
+        """
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until all is loaded."""
+
+    def complete(self) -> None:
+        """All have come, and `finish` has waited for them."""
+        self._core.call("adaptor_finish")
+
+    def end(self) -> None:  # noqa: B027
+        """Let everything go, whatever state the workers are in."""
+
+
+class HandOver(Transport):
+    """The tensors themselves."""
+
+    name, why = "handed over as they are", "its worker is in this process"
+
+    def load(self, bucket: Mapping[str, Tensor], compare: Compare | None) -> None:
+        """Load them now."""
+        self._core.call("adaptor_load", bucket)
+
+
+class InPieces(Transport):
+    """Buckets in pieces of at most half the room, fused groups whole: one is written while the workers load another.
+
+    A fused group over half the room has all of it. So what travels never takes more than one bucket (C08).
+    """
+
+    tells_digests = True
+
+    def __init__(self, core: Any) -> None:
+        super().__init__(core)
         self._room = 0
         self._start = 0
         self._loading: deque[tuple[int, int, Callable[[], None]]] = deque()
         """First and last byte of the room, and what waits until the workers have loaded it; oldest first."""
 
     def prepare(self, room: int) -> None:
-        """Be ready for buckets of this many bytes. Raises `WeightUpdateError` where that is impossible."""
+        """Make the room larger where need be."""
         room = max(room, _SMALLEST)
         if self._room < room:
             self.finish()
@@ -62,17 +108,8 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _make(self, room: int) -> None: ...
 
-    def begin(self) -> None:
-        """New weights come."""
-        self._core.call("adaptor_begin")
-
     def load(self, bucket: Mapping[str, Tensor], compare: Compare | None) -> None:
-        """Have the workers load a bucket, whose tensors are no longer needed afterwards; `finish` waits for them.
-
-        Args:
-            bucket: whole tensors by name.
-            compare: is told the digests of what each worker has read; None: they are not taken.
-        """
+        """Write its pieces, each as soon as its place is free."""
         sizes = {name: packed_size([tensor.nbytes]) for name, tensor in bucket.items()}
         half = self._room // 2 // 64 * 64
         for names in bucketed(sizes, half):
@@ -94,38 +131,17 @@ class Transport(abc.ABC):
         self._loading.popleft()[2]()
 
     def finish(self) -> None:
-        """Wait until all is loaded."""
+        """Wait for the pieces that the workers still load."""
         while self._loading:
             self._wait()
 
-    def complete(self) -> None:
-        """All have come, and `finish` has waited for them."""
-        self._core.call("adaptor_finish")
-
     def end(self) -> None:
-        """Let everything go, whatever state the workers are in."""
+        """Forget the room."""
         self._loading.clear()
         self._room = 0
 
 
-class HandOver(Transport):
-    """The tensors themselves."""
-
-    name, why = "handed over as they are", "its worker is in this process"
-    tells_digests = False
-
-    def _make(self, room: int) -> None:
-        pass
-
-    def load(self, bucket: Mapping[str, Tensor], compare: Compare | None) -> None:
-        """Load them now; digests were compared before."""
-        self._core.call("adaptor_load", bucket)
-
-    def _write(self, start: int, piece: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-
-class SharedMemory(Transport):
+class SharedMemory(InPieces):
     """Memory that the workers have open too. It is kept: fetching its pages takes longer than filling them."""
 
     name, why = "through shared memory", "its workers are other processes of this machine"
@@ -158,7 +174,7 @@ class SharedMemory(Transport):
         self._shared = None
 
 
-class Disk(Transport):
+class Disk(InPieces):
     """Safetensors files, two at a time, in a folder that the workers see too."""
 
     name, why = "as safetensors files", "that was asked for"
