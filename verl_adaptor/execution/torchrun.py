@@ -48,8 +48,8 @@ class TorchrunPool(WorkerPool):
         """The ranks of this world, whatever the parallel sizes: a trainer that wants another number of them says so."""
         if copy:
             raise ConfigError(
-                "a pipeline's engines need ranks of their own, and torchrun's are one group; start one process instead of torchrun, "
-                "or leave the recipe's pipeline out."
+                "a pipeline's engines need ranks of their own, and torchrun's are one group; start one process instead of "
+                "torchrun, or leave the recipe's pipeline out."
             )
         choose_executor(config.world_size, config.execution)  # refuses what asks for Ray
         if self._group is None:
