@@ -20,14 +20,16 @@ from typing import Any
 import pytest
 import yaml
 
+from verl_adaptor import create_inference_engine, create_trainer_backend
 from verl_adaptor.cli.run import prepared
 from verl_adaptor.config import PipelineConfig, Recipe
 from verl_adaptor.errors import ConfigError, EngineError, PipelineError, RewardError, WorkerDied
 from verl_adaptor.execution import WorkerPool
 from verl_adaptor.ppo.buffers import Group
+from verl_adaptor.ppo.gate import GatedEngine
 from verl_adaptor.ppo.loop import PPO, Clock, train
 from verl_adaptor.ppo.pipeline import Pipeline
-from verl_adaptor.samples import Trajectory
+from verl_adaptor.samples import Delta, SamplingParams, Trajectory
 from verl_adaptor.testing.bench import SHARE_CPUS
 from verl_adaptor.testing.models import make_tiny_model
 from verl_adaptor.tracking import is_timing
@@ -500,3 +502,31 @@ def test_what_would_stand_still_is_refused(folder: Path) -> None:
         )
     for word in ("buffer_samples=7 does not hold the 16 samples", "queue_samples=1", "remax", "share the same ranks"):
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_goes_on_where_new_weights_have_aborted_it(folder: Path, n: int) -> None:
+    """A rollout that streams gets whole samples, each under one name, as one that waits does."""
+    params = SamplingParams(max_tokens=40, n=n, ignore_eos=True, seed=4)
+
+    async def follow() -> list[Delta]:
+        with (
+            create_inference_engine(folder / "model", backend="hf", device="cpu") as engine,
+            create_trainer_backend(folder / "model", backend="hf", device="cpu", learning_rate=1e-3) as trainer,
+        ):
+            gate, deltas = GatedEngine(engine), list[Delta]()
+            async for delta in gate.stream((3, 4, 5), params):
+                deltas.append(delta)
+                if len(deltas) in (4 * n, 12 * n):
+                    update = replace(trainer.export_weights(), version=len(deltas))
+                    await asyncio.to_thread(engine.update_weights, update, in_flight="abort")
+            await asyncio.wait_for(gate.settled(), 5)
+            return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(follow(), 60))
+    assert len({delta.request_id for delta in deltas}) == 1
+    for index in range(n):
+        its = [delta for delta in deltas if delta.index == index]
+        assert sum(len(delta.token_ids) for delta in its) == 40
+        assert [delta.finish_reason for delta in its if delta.finish_reason] == ["length"] == [its[-1].finish_reason]
+    assert {delta.policy_version for delta in deltas} == {0, 4 * n, 12 * n}

@@ -254,3 +254,12 @@ def test_a_text_too_long_for_the_reward_model(folders: dict[str, str]) -> None:
         run(reward, [trajectory("a", prompt_text="a "), trajectory("a " * 33, prompt_text="a ")])
     with pytest.raises(RewardError, match="trajectory 0: its info has no 'prompt_text'"):
         run(reward, [trajectory("a")])
+
+
+def test_a_reward_model_that_hangs_is_told(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reward: Any = load_reward(RewardConfig(model=folders["decoder"], timeout_s=0.2), None)
+    release = threading.Event()
+    monkeypatch.setattr(reward.model, "forward", lambda **_: release.wait(30))
+    with pytest.raises(RewardError, match=r"has not scored 1 trajectories within 0\.2 s; raise reward\.timeout_s"):
+        run(reward, [trajectory("a", prompt_text="b ")])
+    release.set()

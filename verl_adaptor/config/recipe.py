@@ -66,8 +66,8 @@ class RewardConfig(Config):
     """Longest pause before the first repetition, in seconds. It doubles with each one, up to 60; the pause is drawn
     between 0 and that, and what the service asks for with Retry-After comes on top (60 at most, together)."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest wait for an answer, in seconds: of the function for the samples of one step, of the service for one request,
-    its connection included. Repetitions have each their own."""
+    """Longest wait for an answer, in seconds: of the function or the model for the samples of one step, of the service for
+    one request, its connection included. Repetitions have each their own."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 

@@ -156,7 +156,9 @@ def load_reward(config: RewardConfig, task: Task | None) -> Reward:
     if config.model is not None:
         from verl_adaptor.ppo.reward_model import SequenceClassificationReward
 
-        return SequenceClassificationReward(config.model, batch_size=config.model_batch_size)
+        return SequenceClassificationReward(
+            config.model, batch_size=config.model_batch_size, timeout_s=config.timeout_s
+        )
     if config.url is not None:
         from verl_adaptor.ppo.reward_http import RewardService
 

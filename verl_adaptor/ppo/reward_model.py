@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from verl_adaptor.errors import ModelError, RewardError
 from verl_adaptor.ppo.reward import Scores, check_scores
 from verl_adaptor.samples import Trajectory
+from verl_adaptor.threads import in_daemon_thread
 
 
 class SequenceClassificationReward:
@@ -25,14 +26,16 @@ class SequenceClassificationReward:
     Args:
         path: a Hugging Face folder or hub id.
         batch_size: texts scored at a time; it changes speed and memory, not rewards.
+        timeout_s: longest that all texts of one call may take.
 
     Raises:
         ModelError: the model cannot be loaded, has other than one label, a newly made head, or no way to pad.
     """
 
-    def __init__(self, path: str | Path, *, batch_size: int = 16) -> None:
+    def __init__(self, path: str | Path, *, batch_size: int = 16, timeout_s: float = 600.0) -> None:
         self.path = str(path)
         self.batch_size = batch_size
+        self.timeout_s = timeout_s
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(self.path)
             self.model, loaded = AutoModelForSequenceClassification.from_pretrained(
@@ -60,10 +63,18 @@ class SequenceClassificationReward:
         """One reward a trajectory; computed in a thread.
 
         Raises:
-            RewardError: a text is longer than the model takes, or a reward is not finite.
+            RewardError: a text is longer than the model takes, a reward is not finite, or there is none in time.
         """
         rows = [self._token_ids(trajectory, index) for index, trajectory in enumerate(trajectories)]
-        return check_scores(await asyncio.to_thread(self._forward, rows), trajectories, self.path)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                rewards = await in_daemon_thread(lambda: self._forward(rows), "reward")
+        except TimeoutError as error:
+            raise RewardError(
+                f"reward.model={self.path} has not scored {len(rows)} trajectories within {self.timeout_s:g} s; raise "
+                "reward.timeout_s, or take a smaller model."
+            ) from error
+        return check_scores(rewards, trajectories, self.path)
 
     def _set_padding(self) -> None:
         """Pad on the right, with a token that the model knows as padding: it reads the last token before that."""

@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
@@ -126,7 +126,7 @@ class InferenceEngine(abc.ABC):
             samples = [sample async for sample, _ in finished]
         return [s.completion() for s in sorted(samples, key=lambda s: s.index)]
 
-    async def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    async def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> AsyncGenerator[Delta]:
         """Deltas as they are sampled, those of the n samples interleaved; leaving the loop early aborts the request."""
         async with contextlib.aclosing(self._follow(prompt, params, streams=True)) as deltas:
             async for _, delta in deltas:
@@ -383,7 +383,7 @@ class InferenceEngine(abc.ABC):
 
     def _expand(self, prompt: PromptLike, params: SamplingParams) -> list[SampleRequest]:
         """Check one request and make its n samples."""
-        prompt = self._as_prompt(prompt)
+        prompt = self.as_prompt(prompt)
         self._check_request(prompt, params)
         number = next(self._ids)
         request_id = f"request-{number}"
@@ -408,7 +408,8 @@ class InferenceEngine(abc.ABC):
             self._check_serving()
             self._dispatch.enter(samples)
 
-    def _as_prompt(self, prompt: PromptLike) -> Prompt:
+    def as_prompt(self, prompt: PromptLike) -> Prompt:
+        """A text or token ids as a prompt. Raises `InvalidRequest` where it is neither."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest(f"{self.path} has no tokenizer; give token ids instead of text.")
