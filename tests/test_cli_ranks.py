@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from verl_adaptor.cli import main
+from verl_adaptor.cli.plan import plan
 from verl_adaptor.cli.recipes import load_recipe
-from verl_adaptor.cli.run import plan
 from verl_adaptor.errors import ConfigError
 from verl_adaptor.tracking import is_timing
 

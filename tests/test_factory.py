@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,7 @@ from verl_adaptor.errors import (
     UnsupportedCapability,
 )
 from verl_adaptor.factory import create_inference_engine, create_trainer_backend, resolve_engine, resolve_trainer
-from verl_adaptor.preflight import Facts
+from verl_adaptor.preflight import Facts, rule
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
 from verl_adaptor.registry import Registry, register
 
@@ -62,9 +63,11 @@ class Trainer(TrainerBackend):
     _export_weights = _save_checkpoint = _load_checkpoint = _release = save_pretrained = anything  # type: ignore[assignment]
 
 
-def no_tuesdays(facts: Facts) -> list[str]:
+@rule("C09")
+def no_tuesdays(facts: Facts) -> Iterator[tuple[str, str]]:
     """A backend's own preflight rule."""
-    return ["seed=13 is unlucky; take another."] if facts.config.seed == 13 else []
+    if facts.config.seed == 13:
+        yield "seed=13 is unlucky", "take another"
 
 
 FAKE = BackendSpec(

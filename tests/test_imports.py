@@ -20,14 +20,15 @@ GIVEN = DOMAIN - {"capabilities"} | {"objects"}  # for rooms that are given thei
 MAY_IMPORT = {
     "": {"capabilities", "errors", "factory", "hookspecs", "protocols", "registry", "samples"},
     "errors": set(),
+    "findings": set(),
     "samples": {"errors"},
     "batch": {"errors", "samples", "protocols"},  # protocols: the Denominators of a loss
-    "capabilities": {"errors"},
+    "capabilities": {"errors", "findings"},
     "config": {"errors"},
     "protocols": DOMAIN | {"weights", "threads"},  # batch at call time only, so that the contracts load without torch
     "hookspecs": DOMAIN,
     "registry": {"errors", "capabilities", "hookspecs"},
-    "preflight": {"errors", "config", "capabilities"},
+    "preflight": {"errors", "config", "capabilities", "findings"},
     "objects": {"errors"},
     "threads": set(),
     "service": {"errors", "config"},
@@ -38,9 +39,14 @@ MAY_IMPORT = {
     "memory": GIVEN,
     "tracking": GIVEN,
     "execution": GIVEN
-    | {"capabilities", "weights", "tokenizer"},  # what is elsewhere shows its spec here; its weights and texts pass
+    | {
+        "capabilities",
+        "weights",
+        "heap",
+        "tokenizer",
+    },  # what is elsewhere shows its spec here; its weights and texts pass
     "ppo": GIVEN | {"weights", "data", "tasks", "tracking", "service", "threads"},
-    "backends": DOMAIN | {"hookspecs", "weights", "memory", "tokenizer"},
+    "backends": DOMAIN | {"findings", "hookspecs", "weights", "memory", "tokenizer"},
     "factory": BASE | {"protocols", "registry", "preflight", "execution", "objects"},
     "testing": None,  # None: everything but the command line
     "matrix": None,

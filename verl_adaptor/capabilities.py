@@ -7,9 +7,11 @@ backend's name; it asks for a capability.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from verl_adaptor.findings import Rule
 
 Role = Literal["inference", "training"]
 
@@ -135,9 +137,8 @@ class BackendSpec:
     """Values of `zero_stage` that the trainer honours; the factory refuses all others."""
     gradient_syncs: tuple[str, ...] = ()
     """Values of `gradient_sync` that the trainer honours; the factory refuses all others."""
-    preflight: Sequence[Callable[..., Any]] = ()
-    """Rules about this framework alone, run before anything loads: each is handed a `preflight.Facts` and returns the
-    sentences of what is wrong."""
+    preflight: Sequence[Rule] = ()
+    """Rules about this framework alone, run before anything loads: each is handed a `preflight.Facts`."""
     process_effects: tuple[str, ...] = ()
     """What it changes in the process and cannot undo (law I10), a phrase each."""
 

@@ -37,7 +37,8 @@ Each message says what was given, what is allowed and what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class VerlAdaptorError(Exception):
@@ -45,7 +46,14 @@ class VerlAdaptorError(Exception):
 
 
 class ConfigError(VerlAdaptorError, ValueError):
-    """A setting is wrong: the message names the key, the value, what is allowed and the cure."""
+    """A setting is wrong: the message names the key, the value, what is allowed and the cure.
+
+    `findings` are the records (`findings.Finding`) that the message was made of, where rules found it.
+    """
+
+    def __init__(self, message: str = "", *, findings: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
 
 
 class UnknownKey(ConfigError):

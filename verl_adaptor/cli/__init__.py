@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from verl_adaptor.errors import VerlAdaptorError
+from verl_adaptor.errors import ConfigError, VerlAdaptorError
 
 REFUSED, FAILED, INTERRUPTED = 2, 3, 130
 
@@ -140,21 +140,31 @@ def _doctor(as_json: Json = False) -> None:
 
 @app.command("check")
 def _check(
-    backend: Annotated[str, typer.Argument(help="A registered backend.")],
+    what: Annotated[str, typer.Argument(metavar="BACKEND|RECIPE", help="A registered backend, or a recipe in YAML.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="What it is checked with: family=qwen2 roles=inference engine.mode=async trainer.data_parallel_size=2",
+            help="What a backend is checked with: family=qwen2 roles=inference engine.mode=async "
+            "trainer.data_parallel_size=2; or settings that replace the recipe's.",
         ),
     ] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write a JUnit report there.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write a JUnit report of a backend's laws there.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a backend against every law that its declaration asks for; exits with 3 if one is broken."""
+    """Check a backend against every law that its declaration asks for, and exit with 3 if one is broken; or find everything
+    that would go wrong with a recipe on this machine, before anything loads, and exit with 2 if there is an error."""
+    if what.endswith((".yaml", ".yml")):
+        from verl_adaptor.cli.check_recipe import check_recipe
+
+        if junit is not None:
+            raise ConfigError("--junit is for a backend's laws; a recipe's findings are written with --json.")
+        if not check_recipe(Path(what), settings or [], as_json=as_json):
+            raise typer.Exit(REFUSED)
+        return
     from verl_adaptor.cli.check import check as run
 
-    if not run(backend, settings or [], junit=junit, as_json=as_json):
+    if not run(what, settings or [], junit=junit, as_json=as_json):
         raise typer.Exit(FAILED)
 
 

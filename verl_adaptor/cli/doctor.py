@@ -5,51 +5,36 @@ Each check is a small function that yields findings; a finding of severity ``err
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+
+from packaging.requirements import Requirement
 
 from verl_adaptor.cli.backends import status
+from verl_adaptor.cli.findings import show
+from verl_adaptor.findings import Finding
 from verl_adaptor.preflight.versions import installed
 from verl_adaptor.registry import duplicate_sentence, registry
 
-Severity = Literal["ok", "warning", "error"]
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fact, how bad it is, and its cure."""
-
-    id: str
-    severity: Severity
-    fact: str
-    cure: str = ""
 
 
 def doctor(*, as_json: bool = False) -> bool:
     """Print the findings; True if none is an error."""
-    findings = examine()
-    if as_json:
-        print(json.dumps({"findings": [asdict(f) for f in findings]}, indent=2))
-    else:
-        for f in findings:
-            print(f"{f.severity:8} {f.id:18} {f.fact}" + (f"\n{'':28}cure: {f.cure}" if f.cure else ""))
-    return all(f.severity != "error" for f in findings)
+    return show(examine(), as_json=as_json)
 
 
 def examine() -> list[Finding]:
     """Run all checks."""
-    return [finding for check in CHECKS for finding in check()]
+    return [finding for check in (*SOFTWARE, *MACHINE) for finding in check()]
 
 
 # -- software ----------------------------------------------------------------------------------------------------
@@ -68,16 +53,30 @@ def frameworks() -> Iterator[Finding]:
         have = f"{found.distribution} {found.version}" if found else spec.distribution or "no framework of its own"
         fact = f"backend {spec.name}: {have}: {state}"
         if state == "version outside":
-            yield Finding("framework", "error", f"{fact} {spec.version_range}", spec.install)
+            yield Finding("framework", "error", f"{fact} {spec.version_range}", spec.install, ("C01",))
         else:  # one that is not installed is not missed until it is asked for
             yield Finding("framework", "ok", fact, "" if state == "ok" else spec.install)
+
+
+def pins() -> Iterator[Finding]:
+    """What the frameworks demand of each other, against what is installed: pip lets one upgrade break another (C01)."""
+    entries = (installed(entry.spec) for entry in registry().entries)
+    for framework in sorted({found.distribution for found in entries if found} | {"verl-adaptor"}):
+        for line in metadata.requires(framework) or ():
+            wanted = Requirement(line)
+            have = _version(wanted.name)
+            applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            if have is not None and applies and not wanted.specifier.contains(have, prereleases=True):
+                fact = f"{framework} {metadata.version(framework)} wants {wanted.name}{wanted.specifier}, not {have}"
+                cure = f"pip install '{wanted.name}{wanted.specifier}', unless tests passed with this one"
+                yield Finding("pins", "warning", fact, cure, ("C01",))
 
 
 def plugins() -> Iterator[Finding]:
     """Plug-ins that could not be loaded, and names that two claim (laws R1, R2)."""
     for broken in registry().broken:
         cure = f"mend it, or pip uninstall {broken.source.distribution}"
-        yield Finding("broken-plugin", "error", str(broken), cure)
+        yield Finding("broken-plugin", "error", str(broken), cure, ("C33",))
     for name, claims in registry().duplicates().items():
         yield Finding("duplicate-name", "error", duplicate_sentence(name, claims))
 
@@ -161,9 +160,8 @@ def memory() -> Iterator[Finding]:
 
 def shared_memory() -> Iterator[Finding]:
     """/dev/shm: worker processes exchange tensors there, and a full one kills them (C24)."""
-    yield from _space(
-        "shared-memory", Path("/dev/shm"), 1 * GIB, "enlarge it: mount -o remount,size=8G, docker --shm-size=8g"
-    )
+    cure = "enlarge it: mount -o remount,size=8G, docker --shm-size=8g"
+    yield from _space("shared-memory", Path("/dev/shm"), 1 * GIB, cure, "C24")
 
 
 def disk() -> Iterator[Finding]:
@@ -171,12 +169,13 @@ def disk() -> Iterator[Finding]:
     yield from _space("disk", Path.cwd(), 5 * GIB, "free some, or let --output point elsewhere")
 
 
-def _space(id: str, folder: Path, enough: int, cure: str) -> Iterator[Finding]:
+def _space(id: str, folder: Path, enough: int, cure: str, *reports: str) -> Iterator[Finding]:
     if not folder.exists():
         return
     usage = shutil.disk_usage(folder)
     fact = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {folder}"
-    yield Finding(id, "ok", fact) if usage.free >= enough else Finding(id, "warning", fact, cure)
+    short = usage.free < enough
+    yield Finding(id, "warning" if short else "ok", fact, cure if short else "", reports)
 
 
 def open_files() -> Iterator[Finding]:
@@ -192,15 +191,55 @@ def open_files() -> Iterator[Finding]:
         yield Finding("open-files", "ok", f"at most {soft} open files")
 
 
-CHECKS: Sequence[Callable[[], Iterator[Finding]]] = (
+def numa() -> Iterator[Finding]:
+    """Memory nodes: a rank whose threads or GPU are on another node than its memory is slow, and nothing says why."""
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    if nodes > 1:
+        cure = "bind each rank to one: numactl --cpunodebind=N --membind=N, or torchrun's --numa-binding=node"
+        yield Finding("numa", "warning", f"{nodes} NUMA nodes", cure)
+
+
+def loopback() -> Iterator[Finding]:
+    """A port of this machine: process groups meet on one, and Ray and reward services listen on others."""
+    try:
+        with socket.socket() as listening, socket.socket() as asking:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+            asking.settimeout(2)
+            asking.connect(listening.getsockname())
+    except OSError as error:
+        fact = f"a process cannot reach another over 127.0.0.1: {error}"
+        yield Finding("loopback", "error", fact, "allow connections on the loopback interface, and free its ports")
+    else:
+        yield Finding("loopback", "ok", "processes reach each other over 127.0.0.1")
+
+
+def ray_resources() -> Iterator[Finding]:
+    """What Ray would give to ranks: more than there is waits for ever (C14), so it is refused instead."""
+    if (version := _version("ray")) is None:
+        cure = "pip install 'ray>=2.50', or start scripts with torchrun"
+        yield Finding("ray", "ok", "Ray is not installed: ranks run in this process only", cure)
+        return
+    where = os.environ.get("RAY_ADDRESS")
+    there = f"the cluster at {where}" if where else f"{os.cpu_count()} CPUs of this machine"
+    yield Finding("ray", "ok", f"Ray {version}: ranks run on {there}", reports=("C14",))
+
+
+SOFTWARE: Sequence[Callable[[], Iterator[Finding]]] = (
     python,
     frameworks,
+    pins,
     plugins,
     torch_build,
     torch_companions,
+)
+MACHINE: Sequence[Callable[[], Iterator[Finding]]] = (
     cpus,
+    numa,
     memory,
     shared_memory,
     open_files,
     disk,
+    loopback,
+    ray_resources,
 )

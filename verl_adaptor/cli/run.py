@@ -15,98 +15,29 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from verl_adaptor.capabilities import Capability
+from verl_adaptor.cli.plan import Plans, check_room, engine_copies, plan
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.cli.signals import StopSignals
-from verl_adaptor.config import EngineConfig, Recipe, TrainerConfig
-from verl_adaptor.config.recipe import TRAINERS_OWN
+from verl_adaptor.config import Recipe
 from verl_adaptor.data import open_prompts
 from verl_adaptor.errors import ConfigError, ModelError
 from verl_adaptor.execution import WorkerPool
-from verl_adaptor.factory import Plan, resolve_engine, resolve_trainer
+from verl_adaptor.factory import Plan
 from verl_adaptor.objects import load_callable
 from verl_adaptor.ppo.checkpoints import Checkpoints
 from verl_adaptor.ppo.evaluate import gain_interval
 from verl_adaptor.ppo.loop import PPO, train
 from verl_adaptor.ppo.pipeline import Pipeline
-from verl_adaptor.ppo.reward import Reward, load_reward
-from verl_adaptor.ppo.rollout import Rollout, single_turn
-from verl_adaptor.preflight.recipe import batch_divides, hangs_are_told_apart
 from verl_adaptor.protocols import InferenceEngine, TrainerBackend
-from verl_adaptor.tasks import Task, load_task
 from verl_adaptor.tokenizer import load_tokenizer, pad_token_id
 from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
-
-TrainerPlan = Plan[TrainerBackend, TrainerConfig]
-NO_ADAPTERS = dict.fromkeys(("lora_rank", "lora_alpha", "lora_target_modules"))
-"""What a reference does not inherit from the actor: it is the model as it was."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plans:
-    """All parts of a recipe, checked and not made yet: nothing is loaded, nothing is written."""
-
-    engine: Plan[InferenceEngine, EngineConfig] | dict[str, Any]
-    """Settings for `TrainerBackend.rollout_engine` where it is to run on the actor's own weights."""
-    actor: TrainerPlan
-    critic: TrainerPlan | None
-    reference: TrainerPlan | None
-    """A model of its own; None where there is none, or the actor's adapters, switched off, are enough."""
-    reference_is_view: bool
-    """Whether the actor is asked for it: `TrainerBackend.reference`."""
-    task: Task | None
-    reward: Reward
-    rollout: Rollout
-
-
-def plan(recipe: Recipe) -> Plans:
-    """Check every section against its backend. Raises what `resolve_engine` and `resolve_trainer` raise."""
-    path, steps = recipe.model.path, recipe.ppo.optimizer_steps
-    of_actor = steps - steps // recipe.ppo.total_steps * min(recipe.ppo.critic_warmup_steps, recipe.ppo.total_steps)
-
-    def trainer(total_steps: int = steps, **settings: Any) -> TrainerPlan:
-        return resolve_trainer(path, **{"seed": recipe.seed, "total_steps": total_steps, **recipe.trainer, **settings})
-
-    actor = trainer(max(1, of_actor))
-    needs_reference = recipe.ppo.kl.where != "none"
-    has_view = actor.config.lora_rank is not None and bool(actor.spec.support(Capability.REFERENCE))
-    is_view = needs_reference and has_view and not recipe.reference  # settings of its own ask for a model of its own
-    task = load_task(recipe.data.task, recipe.data.args) if recipe.data.task else None
-    rollout: Rollout = single_turn
-    if recipe.rollout.function:
-        rollout = load_callable(recipe.rollout.function, key="rollout.function")
-    plans = Plans(
-        engine=_engine_plan(path, {"seed": recipe.seed, **recipe.engine}),
-        actor=actor,
-        critic=None if recipe.critic is None else trainer(**{**recipe.critic, "head": "value"}),
-        reference=trainer(**{**NO_ADAPTERS, **recipe.reference, "trainable": False, "activation_checkpointing": False})
-        if needs_reference and not is_view
-        else None,
-        reference_is_view=is_view,
-        task=task,
-        reward=load_reward(recipe.reward, task),
-        rollout=rollout,
-    )
-    trainers = {"trainer": plans.actor, "critic": plans.critic}
-    problems = list(batch_divides(recipe.ppo, recipe.rollout, {name: p.config for name, p in trainers.items() if p}))
-    if recipe.pipeline is not None and isinstance(plans.engine, Plan) and (ranks := plans.engine.ranks) is not None:
-        problems += hangs_are_told_apart(recipe.pipeline, ranks.execution)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return plans
-
-
-def _engine_plan(path: str | None, settings: dict[str, Any]) -> Plan[InferenceEngine, EngineConfig] | dict[str, Any]:
-    own = settings.get("backend") == TRAINERS_OWN
-    return {k: v for k, v in settings.items() if k != "backend"} if own else resolve_engine(path, **settings)
 
 
 def _engine(plans: Plans, actor: TrainerBackend, path: str, workers: WorkerPool, number: int = 0) -> InferenceEngine:
@@ -131,12 +62,8 @@ def prepared(
         ConfigError: the folder holds another run, or cannot be written; or anything `plan` raises.
     """
     plans = plan(recipe)
-    # a pipeline's engines have ranks of their own: on a trainer's they could not overlap with it, and would end with it
-    first, copies = (1, recipe.pipeline.engines) if recipe.pipeline else (0, 0)
-    made = [p for p in (plans.actor, plans.critic, plans.reference) if isinstance(p, Plan)]
-    engine_ranks = [plans.engine.ranks] if isinstance(plans.engine, Plan) and plans.engine.ranks else []
-    ranks = [p.ranks for p in made if p.ranks]
-    workers.check(ranks if copies else ranks + engine_ranks, engine_ranks * copies)
+    check_room(recipe, plans, workers)
+    first, _ = engine_copies(recipe)
     checkpoints = Checkpoints(output / "checkpoints", recipe.checkpoint)
     _check_folder(recipe, output, checkpoints, resume=resume)
     with ExitStack() as stack:

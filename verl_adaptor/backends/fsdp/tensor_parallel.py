@@ -46,7 +46,7 @@ def share_layers(head: Head, mesh: DeviceMesh, axis: Axis, *, sequence_parallel:
     Raises:
         ConfigError: no plan for this architecture, or a dimension that the ranks do not divide.
     """
-    problems = list(tensor_parallel_problems(head.model.config.to_dict(), axis.size))
+    problems = [f"{fact}; {cure}." for fact, cure in tensor_parallel_problems(head.model.config.to_dict(), axis.size)]
     if problems:
         raise ConfigError("\n".join(problems))
     backbone: Any = head.model.base_model
