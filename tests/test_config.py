@@ -1,10 +1,13 @@
 """Configs: unknown keys, frozen values, documented fields, and settings that exclude each other."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+import verl_adaptor
 from verl_adaptor import config as config_module
 from verl_adaptor.config import Config, PPOConfig, Recipe, TrainerConfig
 from verl_adaptor.errors import ConfigError, UnknownKey
@@ -17,12 +20,22 @@ SECTIONS = {"model": {"path": "m"}, "data": {"task": "digits"}, "critic": {}}
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
 def test_every_field_is_explained_and_every_unknown_key_is_refused(config: type[Config]) -> None:
+    """C09."""
     for name, field in config.model_fields.items():
         section = inspect.isclass(field.annotation) and issubclass(field.annotation, Config)  # it explains itself
         assert field.description or section or config is Recipe, f"{name} is not explained"
         wrong = name[:-1] + "_"
         with pytest.raises(UnknownKey, match=f"{wrong}: unknown key; .*{name}"):
             config(**{wrong: 1})
+
+
+def test_every_setting_is_read_by_somebody() -> None:
+    """C09: a setting that outlives what read it would be swallowed."""
+    package = Path(verl_adaptor.__file__).parent
+    code = "\n".join(file.read_text() for file in package.rglob("*.py"))
+    for config in CONFIGS:
+        for name in config.model_fields:
+            assert re.search(rf"\.{name}\b|getattr\(.*\b{name}\b", code), f"nobody reads {config.__name__}.{name}"
 
 
 def test_a_config_cannot_be_changed_and_a_copy_is_checked() -> None:

@@ -76,14 +76,14 @@ def test_the_doctor_exits_with_2_only_for_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for severity, code in (("warning", 0), ("error", 2)):
-        finding = Finding("x", severity, "a fact", "a cure", ("C01",))
+        finding = Finding("x", severity, "a fact", "a cure", ("a report",))
         monkeypatch.setattr(doctor, "SOFTWARE", ())
         monkeypatch.setattr(doctor, "MACHINE", (lambda finding=finding: iter([finding]),))
         with pytest.raises(SystemExit) as ended:
             cli.main(["doctor", "--json"])
         assert ended.value.code == code
         [shown] = json.loads(capsys.readouterr().out)["findings"]
-        assert shown == {"id": "x", "severity": severity, "fact": "a fact", "cure": "a cure", "reports": ["C01"]}
+        assert shown == {"id": "x", "severity": severity, "fact": "a fact", "cure": "a cure", "reports": ["a report"]}
 
 
 def test_the_doctor_cures_what_it_faults(monkeypatch: pytest.MonkeyPatch) -> None:

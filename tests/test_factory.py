@@ -63,7 +63,7 @@ class Trainer(TrainerBackend):
     _export_weights = _save_checkpoint = _load_checkpoint = _release = save_pretrained = anything  # type: ignore[assignment]
 
 
-@rule("C09")
+@rule()
 def no_tuesdays(facts: Facts) -> Iterator[tuple[str, str]]:
     """A backend's own preflight rule."""
     if facts.config.seed == 13:

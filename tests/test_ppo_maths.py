@@ -18,6 +18,7 @@ from verl_adaptor.errors import BatchError, CheckpointError
 from verl_adaptor.ppo.advantage import compute_advantages, gae, grpo, masked_whiten, reinforce_plus_plus, remax, rloo
 from verl_adaptor.ppo.correction import correct_rollout
 from verl_adaptor.ppo.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty, estimate_kl, kl_controller
+from verl_adaptor.ppo.loop import punish_truncated
 from verl_adaptor.ppo.loss import PolicyLoss, ValueLoss
 from verl_adaptor.protocols.trainer import LossOutput
 from verl_adaptor.samples import Trajectory
@@ -245,6 +246,18 @@ def test_padding_changes_no_advantage(name, batch, extra):
         assert not got[:, columns:].any()
         assert not got[:, :columns][batch["response_mask"] == 0].any()
     assert (before == batch).all(), "an estimator changed its input"
+
+
+def test_c27_the_missing_eos_penalty_looks_at_how_the_response_ended():
+    """An EOS within the prompt, or an early one that the task ignored, is no end of the response."""
+    eos = 2
+    shared = {"prompt_ids": (5, eos, 6), "response_mask": (1, 1), "rollout_log_probs": (-1.0, -1.0)}
+    cut_off = Trajectory(**shared, response_ids=(eos, 7), finish_reason="length")
+    stopped = Trajectory(**shared, response_ids=(7, eos), finish_reason="stop")
+    batch = collate([cut_off, stopped], pad_token_id=eos)
+    batch["token_level_scores"] = torch.zeros(2, 2)
+    punish_truncated(batch, [cut_off, stopped], -0.5)
+    assert batch["token_level_scores"].tolist() == [[0.0, -0.5], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -78,6 +78,7 @@ def listing(folder: Path, **environment: str) -> dict:
 
 
 def test_r1_a_broken_plugin_breaks_no_other_and_is_listed(zoo: Path) -> None:
+    """C33."""
     shown = listing(zoo)
     assert {"hf", "good", "one", "two"} <= {row["name"] for row in shown["backends"]}
     errors = {row["distribution"]: row for row in shown["broken"]}
@@ -158,6 +159,7 @@ def known() -> Registry:
 
 
 def test_r3_an_unknown_name_lists_the_nearest_of_the_asked_role(known: Registry) -> None:
+    """C32."""
     with pytest.raises(UnknownBackend, match=r"'swfit'; did you mean 'swift'\? Known: both, quick, swift\."):
         known.find("swfit", "inference")
     with pytest.raises(UnknownBackend, match=r"no training backend.*Known: both, shard\."):

@@ -6,19 +6,22 @@ import io
 import json
 import logging
 import math
+import operator
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_adaptor.config import TrackingConfig
 from verl_adaptor.errors import BackendNotInstalled, ConfigError
 from verl_adaptor.tracking import Tracker, environment, is_timing, read_rows, write_report
 from verl_adaptor.tracking.charts import running_mean
+from verl_adaptor.tracking.memory import WINDOW, MemoryWatch
 from verl_adaptor.tracking.progress import ProgressDisplay
 from verl_adaptor.tracking.records import to_json
 
@@ -494,3 +497,31 @@ def test_environment_names_versions_and_machine():
     assert {"python", "verl_adaptor", "torch", "transformers"} <= set(found["versions"])
     assert found["machine"]["cores"] >= 1 and found["machine"]["cpu"]
     assert json.loads(to_json(found)) == found
+
+
+@given(
+    losses=st.lists(st.integers(1, 40), min_size=2 * WINDOW, max_size=2 * WINDOW),
+)
+@settings(max_examples=50)
+def test_c25_memory_that_does_not_come_back_is_told_once_and_what_comes_and_goes_is_not(losses) -> None:
+    def warnings(free: list[int], total_steps: int) -> list[str]:
+        rows, told = iter(free), []
+        watch = MemoryWatch(lambda: next(rows))
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logger = logging.getLogger("verl_adaptor.tracking.memory")
+        logger.addHandler(handler)
+        try:
+            for step in range(1, len(free) + 1):
+                watch.look(step, total_steps)
+        finally:
+            logger.removeHandler(handler)
+        return told
+
+    mib = 2**20
+    shrinking = [mib * value for value in accumulate(losses, operator.sub, initial=8000)]
+    [sentence] = warnings(shrinking, total_steps=100_000)
+    assert "MiB a step and would be out at about step" in sentence
+    assert not warnings(shrinking, total_steps=len(shrinking))  # the end comes first
+    comes_and_goes = [mib * (8000 + (value if number % 2 else -value)) for number, value in enumerate(losses)]
+    assert not warnings(comes_and_goes, total_steps=100_000)

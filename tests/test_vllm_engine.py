@@ -110,6 +110,7 @@ def test_what_cannot_be_served_is_said_with_its_cure(bench: Bench, tmp_path: Pat
 
 @pytest.mark.parametrize("gone", ["use_beam_search", "best_of", "logits_processors"])
 def test_what_engines_have_dropped_is_refused_with_what_to_do_instead(gone: str) -> None:
+    """C31."""
     with pytest.raises(InvalidRequest, match=rf"{gone} is no sampling parameter: engines"):
         SamplingParams(**{gone: True})
 

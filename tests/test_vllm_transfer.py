@@ -98,6 +98,7 @@ def test_pieces_take_turns_and_arrive_whole(wish: Any, tmp_path: Path) -> None:
 def test_files_are_the_way_where_shared_memory_is_full_and_the_log_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """C24."""
     caplog.set_level(logging.INFO, logger="verl_adaptor")
 
     def full(size: int) -> None:

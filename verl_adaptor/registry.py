@@ -56,7 +56,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Broken:
-    """One plug-in that could not be loaded."""
+    """One plug-in that could not be loaded: told, and not only logged (C33)."""
 
     source: Source
     error: BaseException
@@ -142,6 +142,7 @@ class Registry:
         self.entries.append(Entry(spec, IN_PROCESS))
 
     def _unknown(self, name: str, role: Role | None) -> BackendError:
+        """A typo is told with the names nearest to it (C32)."""
         for broken in self.broken:
             if name in (broken.source.entry_point, broken.source.distribution):
                 error = BrokenPlugin(

@@ -37,7 +37,7 @@ class SharedBucket:
         handle, name = tempfile.mkstemp(prefix="verl-adaptor-", dir=_FOLDER if _FOLDER.is_dir() else None)
         self.path = Path(name)
         try:
-            os.posix_fallocate(handle, 0, self.size)  # asked for now: a page that is not there later is SIGBUS
+            os.posix_fallocate(handle, 0, self.size)  # asked for now: a page that is not there later is SIGBUS (C24)
         except OSError as error:
             self.unlink()
             raise WeightUpdateError(

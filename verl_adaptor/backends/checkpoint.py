@@ -136,7 +136,7 @@ def write_sharded(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_manifest(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest, after checking that every file is there in full and that `expected` facts hold.
+    """The manifest, after checking that every file is there in full and that `expected` facts hold (C11, C12).
 
     Raises:
         CheckpointError: no checkpoint, half of one, one with files that it does not list, or of another kind.

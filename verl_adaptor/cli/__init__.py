@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``serve``, ``backends``, ``doctor``, ``check``, ``fetch``.
+"""The command line: ``train``, ``serve``, ``backends``, ``doctor``, ``check``, ``new-plugin``, ``fetch``.
 
 Exit codes that scripts may rely on: 0 done, 2 refused before any work, 3 failed while running (resumable), 130
 interrupted (resumable). An error of ours is printed as its sentence; ``VERL_ADAPTOR_TRACEBACK=1`` shows the traceback too.
@@ -166,6 +166,17 @@ def _check(
 
     if not run(what, settings or [], junit=junit, as_json=as_json):
         raise typer.Exit(FAILED)
+
+
+@app.command("new-plugin")
+def _new_plugin(
+    name: Annotated[str, typer.Argument(help="What users will type as backend=NAME.")],
+    output: Annotated[Path | None, typer.Option(help="Folder to write; by default verl-adaptor-NAME.")] = None,
+) -> None:
+    """Write a package with a small working backend, which passes `check NAME` as soon as it is installed."""
+    from verl_adaptor.cli.new_plugin import new_plugin as run
+
+    run(name, output)
 
 
 @app.command("fetch")

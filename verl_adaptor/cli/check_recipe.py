@@ -64,8 +64,10 @@ def findings_of(section: str, error: VerlAdaptorError) -> Iterator[Finding]:
         return
     name = re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
     for line in str(error).splitlines():
-        fact, _, cure = line.rstrip(".").rpartition("; ")
-        fact, cure = (fact, cure) if fact else (cure, "")
+        sentence = line.rstrip(".")
+        fact, _, cure = sentence.rpartition("; ")
+        if not fact:  # pydantic's, which say what is allowed
+            fact, _, cure = sentence.partition(": ")
         yield Finding(name, "error", where + fact, cure, REPORTS.get(type(error), ()))
 
 

@@ -130,7 +130,7 @@ class TrainerConfig(Config):
     loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
     """Divisor of seq-mean-token-sum-norm; None takes the response length R of the batch, as verl does."""
     micro_batch_size: PositiveInt | None = None
-    """Rows in one forward and backward; None and no token budget: the whole mini-batch."""
+    """Rows in one forward and backward, at least 1 (C15); None and no token budget: the whole mini-batch."""
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Token budget of one forward and backward; rows are balanced by length. Excludes micro_batch_size."""
     packing: bool = False

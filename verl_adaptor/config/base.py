@@ -13,7 +13,7 @@ from verl_adaptor.errors import ConfigError, UnknownKey, nearest
 
 
 class Config(BaseModel):
-    """Base of all configs: frozen, unknown keys refused, errors in our own words."""
+    """Base of all configs: frozen, unknown keys refused (C09), errors in our own words."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 

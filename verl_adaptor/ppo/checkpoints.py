@@ -78,7 +78,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(self, run: PPO, pipeline: Callable[[dict[str, Any]], None] | None = None) -> int:
-        """Load the newest checkpoint into the run's parts; returns the steps done, 0 without a checkpoint.
+        """Load the newest checkpoint into the run's parts; returns the steps done, 0 without a checkpoint (C10).
 
         Args:
             run: whose parts.

@@ -46,7 +46,7 @@ def batch_metrics(batch: TensorDict, trajectories: Sequence[Trajectory], entropy
 
 
 def check_mismatch(metrics: Mapping[str, float], config: TrackingConfig, *, stale: bool = False) -> None:
-    """Warn, or stop, when engine and trainer disagree about the same tokens: stale or corrupt weights (C04, C34).
+    """Warn, or stop, when engine and trainer disagree about the same tokens: stale or corrupt weights (C04, C21, C28, C34).
 
     Args:
         metrics: of `batch_metrics`.

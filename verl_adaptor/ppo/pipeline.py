@@ -295,7 +295,7 @@ class Pipeline:
                 await self._save()
                 raise KeyboardInterrupt
             oldest = self.run.engine.policy_version - self.config.max_staleness
-            await self._drop(await self.buffer.remove_older(oldest), "stale")
+            await self._drop(await self.buffer.remove_older(oldest), "stale")  # again, after a recovery too (C23)
             held = self._would_make_too_old()
             wanted = min(self._wanted(), left)
             if len(self.buffer) >= wanted and not held:

@@ -53,7 +53,7 @@ class Steppable(Protocol):
 
 
 class FairLock:
-    """A re-entrant lock that is granted in turn.
+    """A re-entrant lock that is granted in turn (C13).
 
     With a plain one, a thread that steps in a loop takes it again before a thread that wants to abort has woken up.
     """

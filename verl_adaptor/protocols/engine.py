@@ -350,7 +350,7 @@ class InferenceEngine(abc.ABC):
         """Undo `_halt`; nothing cached of the weights before is used again."""
 
     def _load(self, update: WeightUpdate) -> None:
-        """Write checked weights, and drop every cache of the old ones (running samples are recomputed)."""
+        """Write checked weights, and drop every cache of the old ones (C04, C22); running samples are recomputed."""
         self._begin_load()
         for bucket in self._arriving(update):
             self._load_bucket(bucket)

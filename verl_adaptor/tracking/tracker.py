@@ -12,6 +12,7 @@ from typing import Any, Literal, TextIO
 
 from verl_adaptor.config import TrackingConfig
 from verl_adaptor.errors import ConfigError
+from verl_adaptor.tracking.memory import MemoryWatch
 from verl_adaptor.tracking.progress import NoteHandler, ProgressDisplay
 from verl_adaptor.tracking.records import plain, read_json, read_lines, to_json, write_atomically
 from verl_adaptor.tracking.report import require_report
@@ -51,6 +52,7 @@ class Tracker:
         _check_writable(self.folder)
         self._check_resume(resume_step)
         self._finished = False
+        self._memory, self._total_steps = MemoryWatch(), total_steps
         with ExitStack() as stack:  # what was opened is closed again if the next thing fails
             self._open_metrics()
             stack.callback(lambda: self._metrics.close())  # the file of that moment: truncating opens another
@@ -111,9 +113,11 @@ class Tracker:
         for sink in self._sinks:
             sink.log(step, row)
         self._to_log_file(self._display.update(step, row))
+        self._memory.look(step, self._total_steps)
 
     def expect(self, total_steps: int) -> None:
         """The run takes that many steps, as it turns out, instead of those it was begun with."""
+        self._total_steps = total_steps
         self._display.expect(total_steps)
 
     def _to_log_file(self, line: str) -> None:

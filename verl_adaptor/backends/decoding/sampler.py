@@ -1,6 +1,6 @@
 """From logits to tokens: what is sampled from, and what is reported.
 
-Reported is always the policy's own tempered log-prob (law I2). Sampled is from that distribution, cut by top-k and
+Reported is always the policy's own tempered log-prob (law I2; C02, C03). Sampled is from that distribution, cut by top-k and
 top-p, changed by penalties, bias and min_tokens, and never a padded vocabulary id.
 """
 

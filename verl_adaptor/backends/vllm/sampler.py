@@ -2,7 +2,8 @@
 
 vLLM reports log-probs either without the temperature (`raw_logprobs`) or renormalised over what top-p and top-k have left
 (`processed_logprobs`), and draws a request's tokens from a generator that a half-read prompt sets back. A trainer needs
-the policy's own tempered log-probs (law I2), and a seed repeats its sample (law I4); so both are made here, in one pass.
+the policy's own tempered log-probs (law I2; C02, C03), and a seed repeats its sample (law I4); so both are made here, in one
+pass.
 """
 
 from __future__ import annotations
