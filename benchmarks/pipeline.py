@@ -72,7 +72,7 @@ def train(folder: Path, name: str, settings: list[str], *, threads: int) -> list
     output = folder / name
     command = [sys.executable, "-m", "verl_adaptor.cli", "train", str(ROOT / "recipes/digits.yaml"), *SILENT]
     command += [f"threads={threads}", *settings, "--output", str(output)]
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # of an engine beside; the recipe's threads are torch's here
     print(f"{name}: {' '.join(settings)}", flush=True)
     done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
