@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_built_gives_the_layout_back(bench: Bench, tmp_pa
 @pytest.mark.parametrize(
     ("family", "settings", "sentence"),
     [
-        ("gpt2", {}, "no name mapping for model_type='gpt2'; it maps llama"),
+        ("gpt2", {}, "no name mapping for model_type='gpt2', only for llama"),
         ("llama", {"tensor_parallel_size": 4}, "does not divide num_key_value_heads=2"),
         (
             "llama",
