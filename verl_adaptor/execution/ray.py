@@ -33,9 +33,9 @@ from verl_adaptor.execution.worker import Request, Worker
 PLACEMENT_S = 10.0
 """Resources that another group has just given back take Ray a moment to count; longer than that they are in use."""
 PING_S = 5.0
+"""A process that lives answers another thread's question within this time."""
 STOP_S = 15.0
 """Longest that the end of the ranks waits for a call that is under way."""
-"""A process that lives answers another thread's question within this time."""
 
 
 class RayWorker(Worker):

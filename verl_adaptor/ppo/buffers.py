@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from verl_adaptor.errors import PipelineError
@@ -33,13 +34,13 @@ class Group:
     begun: int = 0
     """The policy version that was served when its rollouts began."""
 
-    @property
+    @cached_property
     def version(self) -> int:
         """The policy version of the oldest token; of rollouts that run, or do not tell, the one that they began with."""
         told = [t.policy_version if t.version_runs else self.begun for t in self.trajectories]
         return min(told, default=self.begun)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """About what it takes in memory."""
         tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in self.trajectories)
@@ -179,6 +180,12 @@ class _Buffer:
         self._count(group, -1)
         return group
 
+    def _remove(self, groups: Sequence[Group]) -> None:
+        gone = {group.place for group in groups}
+        for group in groups:
+            self._count(group, -1)
+        self._groups = deque(group for group in self._groups if group.place not in gone)
+
     def _count(self, group: Group, sign: int) -> None:
         self.samples += sign * len(group.trajectories)
         self.nbytes += sign * group.nbytes
@@ -236,9 +243,7 @@ class TrainBuffer(_Buffer):
         """Take out the groups with a token of an older policy than this."""
         async with self._changed:
             gone = [group for group in self._groups if group.version < version]
-            for group in gone:
-                self._groups.remove(group)
-                self._count(group, -1)
+            self._remove(gone)
             return gone
 
     async def wait(self, count: int, timeout_s: float | None = None) -> bool:
@@ -254,9 +259,7 @@ class TrainBuffer(_Buffer):
         """Up to this many groups: those of the oldest policy first, and of those the first of the data."""
         async with self._changed:
             taken = sorted(self._groups, key=lambda group: (group.version, group.place))[:count]
-            for group in taken:
-                self._groups.remove(group)
-                self._count(group, -1)
+            self._remove(taken)
             self._changed.notify_all()
             return taken
 

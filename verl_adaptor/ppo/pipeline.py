@@ -188,8 +188,9 @@ class Pipeline:
         await self._let_in()
 
     async def _let_in(self) -> None:
-        async with self._room:
-            self._room.notify_all()
+        if self._places() > 0:
+            async with self._room:
+                self._room.notify_all()
 
     # -- sample queue -> reward -> train buffer ------------------------------------------------------------------
 

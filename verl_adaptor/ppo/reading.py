@@ -29,6 +29,8 @@ class PromptReader:
         """Not taken yet, with the position after each."""
         self._reading: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
+        self._told = False
+        """Whether the event loop is about to look: it is told of many at once."""
 
     async def take(self, most: int) -> tuple[list[Prompt], dict[str, Any]]:
         """The next prompts, at least one and at most `most`, and the position after them.
@@ -53,14 +55,17 @@ class PromptReader:
         def work() -> None:
             for _ in range(most):
                 prompt = next(self.prompts)
-                loop.call_soon_threadsafe(self._arrive, prompt, self.prompts.state_dict())
+                self._found.append((prompt, self.prompts.state_dict()))
+                if not self._told:
+                    self._told = True
+                    loop.call_soon_threadsafe(self._tell)
 
         reading = loop.create_task(in_daemon_thread(work, "prompts"))
         reading.add_done_callback(self._end)
         return reading
 
-    def _arrive(self, prompt: Prompt, position: dict[str, Any]) -> None:
-        self._found.append((prompt, position))
+    def _tell(self) -> None:
+        self._told = False  # before anybody looks: what is appended from now on is told again
         self._news.set()
 
     def _end(self, reading: asyncio.Task[None]) -> None:

@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_adaptor.config import RewardConfig
@@ -31,6 +32,8 @@ import httpx  # isort: skip  # after `service`, which says how to install it
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 5.0
+"""Connections are closed once nobody has used them for this long."""
 CLOSE_S = 5.0
 """Longest wait for connections to close."""
 
@@ -39,9 +42,10 @@ class RewardService:
     """Asks a service over HTTP, a batch of samples a request, several requests at a time.
 
     A request that finds no service, no answer in time, one of the statuses 429, 502, 503 and 504, or an answer that
-    cannot be read is repeated after a pause: so a service may score a sample more than once. Connections are open while
-    a `score` is under way, and closed when the last one ends: there is nothing to close, and one object may be used in
-    several event loops, one after the other or at once. `RewardConfig.concurrency` bounds the requests of each loop.
+    cannot be read is repeated after a pause: so a service may score a sample more than once. Connections stay open from
+    one `score` to the next, and are closed when they are idle or their event loop ends (as `asyncio.run` ends it): there is
+    nothing to close, and one object may be used in several event loops, one after the other or at once.
+    `RewardConfig.concurrency` bounds the requests of each loop.
 
     Args:
         config: where it is (`RewardConfig.url`), and how patiently it is asked.
@@ -79,45 +83,65 @@ class RewardService:
         """
         size = self.config.batch_size
         try:
-            async with self._line() as line, asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._score_batch(line, trajectories[first : first + size], first))
-                    for first in range(0, len(trajectories), size)
-                ]
+            with self._line() as line:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._score_batch(line, trajectories[first : first + size], first))
+                        for first in range(0, len(trajectories), size)
+                    ]
         except ExceptionGroup as failures:
             first_failure = failures.exceptions[0]
             raise first_failure from first_failure.__cause__
         return [reward for task in tasks for reward in task.result()]
 
-    @contextlib.asynccontextmanager
-    async def _line(self) -> AsyncIterator[_Line]:
-        """This event loop's connections, which all its calls share; the last to leave closes them."""
+    @contextlib.contextmanager
+    def _line(self) -> Iterator[_Line]:
+        """This event loop's connections, which all its calls share."""
         loop = asyncio.get_running_loop()
         if loop not in self._lines:
-            most = self.config.concurrency
-            client = httpx.AsyncClient(
-                verify=self._tls,
-                mounts=DIRECT,
-                limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
-                timeout=httpx.Timeout(None, connect=CONNECT_S),  # the whole of a request is timed in _post
-            )
-            self._lines[loop] = _Line(client, asyncio.Semaphore(most))
+            line = self._lines[loop] = _Line(asyncio.Semaphore(self.config.concurrency))
+            line.closer = loop.create_task(self._close(loop, line))
         line = self._lines[loop]
         line.users += 1
         try:
             yield line
         finally:
             line.users -= 1
-            if not line.users:
-                del self._lines[loop]
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(CLOSE_S):
-                        await line.client.aclose()
+            line.left_at = loop.time()
+
+    async def _close(self, loop: asyncio.AbstractEventLoop, line: _Line) -> None:
+        try:
+            while line.users or loop.time() < line.left_at + IDLE_S:
+                await asyncio.sleep(IDLE_S)
+        finally:  # also where the event loop ends
+            del self._lines[loop]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await asyncio.gather(*(client.aclose() for client in line.clients))
+
+    @contextlib.contextmanager
+    def _client(self, line: _Line) -> Iterator[httpx.AsyncClient]:
+        """One that nobody else uses meanwhile."""
+        if not line.idle:
+            client = httpx.AsyncClient(
+                verify=self._tls,
+                mounts=DIRECT,
+                limits=httpx.Limits(max_connections=1, max_keepalive_connections=1),
+                timeout=httpx.Timeout(None, connect=CONNECT_S),  # the whole of a request is timed in _post
+            )
+            line.clients.append(client)
+            line.idle.append(client)
+        client = line.idle.pop()
+        try:
+            yield client
+        finally:
+            line.idle.append(client)
 
     async def _score_batch(self, line: _Line, batch: Sequence[Trajectory], first: int) -> Scores:
         async with line.places:  # kept while pausing: a service in trouble is asked less, not more
             body = _encode(batch, first)
-            answer = await self._ask(line.client, body, f"trajectories {first} to {first + len(batch) - 1}")
+            with self._client(line) as client:
+                answer = await self._ask(client, body, f"trajectories {first} to {first + len(batch) - 1}")
         return check_scores(answer, batch, self.url, kind="reward service", first=first)
 
     async def _ask(self, client: httpx.AsyncClient, body: bytes, which: str) -> list[Any]:
@@ -161,11 +185,16 @@ class RewardService:
 
 @dataclass
 class _Line:
-    """The connections of one event loop."""
+    """The connections of one event loop: a client for each, since a shared one asks all of them several times a request."""
 
-    client: httpx.AsyncClient
     places: asyncio.Semaphore
+    clients: list[httpx.AsyncClient] = field(default_factory=list)
+    idle: list[httpx.AsyncClient] = field(default_factory=list)
+    """Those of them that no request uses; the one used last is used next."""
     users: int = 0
+    left_at: float = math.inf
+    """When the last one left, on the event loop's clock."""
+    closer: asyncio.Task[None] | None = None
 
 
 def _encode(batch: Sequence[Trajectory], first: int) -> bytes:
@@ -178,23 +207,32 @@ def _encode(batch: Sequence[Trajectory], first: int) -> bytes:
             "text": t.text,
             "finish_reason": t.finish_reason,
             "group_id": t.group_id,
-            "info": {str(key): _plain_json(value, index, key) for key, value in t.info.items()},
+            "info": {str(key): _plain(value, index, key) for key, value in t.info.items()},
         }
         for index, t in enumerate(batch, first)
     ]
-    return json.dumps({"samples": samples}).encode()
-
-
-def _plain_json(value: Any, index: int, key: str) -> Any:
-    where = f"info[{key!r}]"
     try:
-        plain = to_builtins(value, where)
-        json.dumps(plain, allow_nan=False)
+        return json.dumps({"samples": samples}, allow_nan=False).encode()
+    except ValueError as error:
+        raise _not_for_json(samples, first) from error
+
+
+def _plain(value: Any, index: int, key: str) -> Any:
+    try:
+        return to_builtins(value, f"info[{key!r}]")
     except DataError as error:
         raise RewardError(f"trajectory {index} cannot be sent to a reward service: {error}") from error
-    except ValueError as error:
-        raise RewardError(
-            f"trajectory {index} cannot be sent to a reward service: {where} holds a NaN or an infinity, for which JSON has no "
-            "word; make it null, or leave the field out."
-        ) from error
-    return plain
+
+
+def _not_for_json(samples: Sequence[dict[str, Any]], first: int) -> RewardError:
+    """Which info it is; nothing else of a sample can hold such a number."""
+    for index, sample in enumerate(samples, first):
+        for key, value in sample["info"].items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                return RewardError(
+                    f"trajectory {index} cannot be sent to a reward service: info[{key!r}] holds a NaN or an infinity, for "
+                    "which JSON has no word; make it null, or leave the field out."
+                )
+    return RewardError(f"trajectories from {first} on cannot be sent to a reward service as JSON.")
