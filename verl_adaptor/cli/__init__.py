@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``serve``, ``backends``, ``doctor``, ``check``, ``new-plugin``, ``fetch``.
+"""The command line: ``train``, ``serve``, ``backends``, ``doctor``, ``check``, ``matrix``, ``new-plugin``, ``fetch``.
 
 Exit codes that scripts may rely on: 0 done, 2 refused before any work, 3 failed while running (resumable), 130
 interrupted (resumable). An error of ours is printed as its sentence; ``VERL_ADAPTOR_TRACEBACK=1`` shows the traceback too.
@@ -166,6 +166,84 @@ def _check(
 
     if not run(what, settings or [], junit=junit, as_json=as_json):
         raise typer.Exit(FAILED)
+
+
+matrix_app = typer.Typer(
+    help="Measure, compare and show which versions, layouts and models work.", no_args_is_help=True
+)
+app.add_typer(matrix_app, name="matrix")
+MatrixFolder = Annotated[Path, typer.Option("--folder", help="Where cells.toml, envs/ and results/ are.")]
+MATRIX = Path("compat_matrix")
+
+
+@matrix_app.command("run")
+def _matrix_run(
+    environments: Annotated[
+        list[str] | None, typer.Option("--env", help="Only this environment's cells; may be repeated.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only cells with this in ENVIRONMENT/NAME; may be repeated.")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Only the few that every change is measured with.")] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="With this interpreter, whatever it has; makes no environment.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also what was measured with this source already.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Show all cells and what was found, and measure none.")
+    ] = False,
+    results: Annotated[Path | None, typer.Option(help="Folder of the results; by default FOLDER/results.")] = None,
+    pip_args: Annotated[
+        list[str] | None, typer.Option("--pip-arg", help="Given to every pip install; may be repeated.")
+    ] = None,
+    folder: MatrixFolder = MATRIX,
+    as_json: Json = False,
+) -> None:
+    """Measure cells, each in a process of its own; exits with 3 if any is declared other than it was observed."""
+    from verl_adaptor.cli import matrix as command
+
+    if listed:
+        return command.list_cells(folder)
+    with running():
+        good = command.run(
+            folder,
+            environments=environments or [],
+            only=only or [],
+            smoke=smoke,
+            here=here,
+            again=again,
+            results=results,
+            pip_args=pip_args or [],
+            as_json=as_json,
+        )
+    if not good:
+        raise typer.Exit(FAILED)
+    return None
+
+
+@matrix_app.command("diff")
+def _matrix_diff(
+    base: Annotated[str, typer.Option(help="A commit, or a folder of results, to compare with.")] = "HEAD",
+    results: Annotated[Path | None, typer.Option(help="Folder of the new results; by default FOLDER/results.")] = None,
+    folder: MatrixFolder = MATRIX,
+    as_json: Json = False,
+) -> None:
+    """Exit with 3 if something worked before and does not now, or is declared other than it was observed."""
+    from verl_adaptor.cli import matrix as command
+
+    if not command.diff(folder, base=base, results=results, as_json=as_json):
+        raise typer.Exit(FAILED)
+
+
+@matrix_app.command("render")
+def _matrix_render(
+    folder: MatrixFolder = MATRIX,
+    docs: Annotated[Path, typer.Option(help="Folder for matrix.md and matrix.html.")] = Path("docs"),
+) -> None:
+    """Write the table and the page from the results."""
+    from verl_adaptor.cli import matrix as command
+
+    command.render(folder, docs)
 
 
 @app.command("new-plugin")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from verl_adaptor.testing.check import Outcome
 
 _SECTIONS = {"engine": "engine_settings", "trainer": "trainer_settings"}
-_KEYS = ("family", "model", "roles", *_SECTIONS)
+_LISTS = ("roles", "laws")
+_KEYS = ("family", "model", *_LISTS, *_SECTIONS)
 
 
 def check(backend: str, overrides: Sequence[str], *, junit: Path | None, as_json: bool) -> bool:
@@ -25,7 +26,7 @@ def check(backend: str, overrides: Sequence[str], *, junit: Path | None, as_json
 
     Raises:
         UnknownBackend: there is no such backend.
-        UnknownKey: a setting is none of family, model, roles, engine.KEY and trainer.KEY.
+        UnknownKey: a setting is none of family, model, roles, laws, engine.KEY and trainer.KEY.
         BackendNotInstalled: pytest is missing.
     """
     if find_spec("pytest") is None or find_spec("pytest_timeout") is None:
@@ -65,6 +66,7 @@ def _settings(overrides: Sequence[str]) -> dict[str, Any]:
         raise UnknownKey(
             f"unknown: {', '.join(unknown)}; allowed: {', '.join(_KEYS)} (engine.KEY=VALUE, trainer.KEY=VALUE)."
         )
-    if isinstance(tree.get("roles"), str):
-        tree["roles"] = [tree["roles"]]
+    for name in _LISTS:
+        if isinstance(tree.get(name), str):
+            tree[name] = [tree[name]]
     return {_SECTIONS.get(key, key): value for key, value in tree.items()}

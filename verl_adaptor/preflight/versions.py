@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+import os
 from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
@@ -10,6 +12,11 @@ from packaging.version import InvalidVersion, Version
 
 from verl_adaptor.capabilities import BackendSpec, Role, Support, SupportLevel
 from verl_adaptor.errors import BackendNotInstalled, BackendVersionError
+
+UNMEASURED = "VERL_ADAPTOR_UNMEASURED"
+"""Set to 1, this variable lets versions outside their measured range in, with a warning: how a new version is measured."""
+
+logger = logging.getLogger(__name__)
 
 
 class Framework(NamedTuple):
@@ -46,7 +53,7 @@ def check_version(spec: BackendSpec) -> Framework | None:
 
     Raises:
         BackendNotInstalled: none of the spec's distributions is installed.
-        BackendVersionError: the installed version is outside the range.
+        BackendVersionError: the installed version is outside the range, and `UNMEASURED` is not set.
     """
     found = installed(spec)
     if found is None and spec.distribution:
@@ -56,10 +63,15 @@ def check_version(spec: BackendSpec) -> Framework | None:
             f"backend {spec.name!r} needs {wanted}, which is not installed; install it with: {spec.install}"
         ) from missing
     if found is not None and not in_range(found.version, spec.version_range):
-        raise BackendVersionError(
+        fact = (
             f"backend {spec.name!r} was measured to work with {found.distribution} {spec.version_range}, and "
-            f"{found.version} is installed; install one in the range with: {spec.install}"
+            f"{found.version} is installed"
         )
+        if os.environ.get(UNMEASURED, "0") == "0":
+            raise BackendVersionError(
+                f"{fact}; install one in the range with: {spec.install}. {UNMEASURED}=1 tries it all the same."
+            )
+        logger.warning("%s; %s lets it in.", fact, UNMEASURED)
     return found
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from verl_adaptor.capabilities import BackendSpec, Capability, Role, Support, SupportLevel
-from verl_adaptor.errors import UnsupportedCapability
+from verl_adaptor.errors import ConfigError, UnsupportedCapability, nearest
 from verl_adaptor.registry import get_spec
 from verl_adaptor.testing import laws_adapters, laws_inference, laws_pairs, laws_saving, laws_training
 from verl_adaptor.testing.bench import Bench
@@ -39,6 +39,7 @@ def conformance_suite(
     engine_settings: Mapping[str, Any] | None = None,
     trainer_settings: Mapping[str, Any] | None = None,
     roles: Collection[Role] | None = None,
+    laws: Collection[str] | None = None,
 ) -> type:
     """A test class with one method a law.
 
@@ -49,7 +50,14 @@ def conformance_suite(
         engine_settings: given to every engine, e.g. ``{"tensor_parallel_size": 2}``.
         trainer_settings: given to every trainer, e.g. ``{"data_parallel_size": 2}``.
         roles: check these roles only; None checks all that the backend plays.
+        laws: check these laws only, by number or name; None checks all.
+
+    Raises:
+        ConfigError: there is no such law.
     """
+    unknown = set(laws or ()) - {name for law in LAWS for name in (law.number, law.name)}
+    if unknown:
+        raise ConfigError(f"laws={sorted(unknown)} are unknown; {nearest(min(unknown), [law.name for law in LAWS])}.")
     spec = get_spec(backend)
     on_cpu = "cpu" in {settings.get("device") for settings in (engine_settings, trainer_settings) if settings}
 
@@ -63,7 +71,8 @@ def conformance_suite(
 
     methods: dict[str, Any] = {"setup_class": classmethod(setup_class), "teardown_class": classmethod(teardown_class)}
     for law in LAWS:
-        if set(law.roles) <= set(spec.roles if roles is None else roles):
+        chosen = laws is None or law.number in laws or law.name in laws
+        if chosen and set(law.roles) <= set(spec.roles if roles is None else roles):
             methods[f"test_{law.number}_{law.name}"] = _method(law, spec, on_cpu=on_cpu)
     return type(f"Test{spec.name.title()}Conformance", (), methods)
 
