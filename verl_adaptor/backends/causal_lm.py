@@ -261,7 +261,7 @@ def outline(path: str, trust_remote_code: bool = False) -> Outline:
         for own, kept in ((module._parameters, nn.Parameter), (module._buffers, lambda tensor, **_: tensor)):
             for name, tensor in own.items():
                 if tensor is not None and id(tensor) not in stand_ins:
-                    unreal = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
+                    unreal = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
                     stand_ins[id(tensor)] = kept(unreal, requires_grad=False)
                 own[name] = tensor if tensor is None else stand_ins[id(tensor)]
     named, tied = named_tensors(model)

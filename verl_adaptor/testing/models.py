@@ -70,7 +70,9 @@ def make_tiny_model(
         raise ConfigError(f"family={family!r} is unknown; {nearest(family, _FAMILIES)}.")
     model_type, settings = _FAMILIES[family]
     ids = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
-    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**_SIZE, **ids, **settings, **overrides})
+    known = AutoConfig.for_model(model_type)  # GPT-2 groups no queries: a stray key would tell readers otherwise
+    size = {key: value for key, value in _SIZE.items() if hasattr(known, key)}
+    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**size, **ids, **settings, **overrides})
     return save_random_model(config, Path(folder), seed=seed)
 
 

@@ -9,8 +9,9 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar, cast
@@ -21,6 +22,7 @@ from vllm import AsyncEngineArgs, EngineArgs
 from vllm import SamplingParams as VLLMParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.transformers.base import Base as TransformersModel
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -105,7 +107,8 @@ class CoreHere(Core):
         self.workers_are_here = arguments["distributed_executor_backend"] == "uni"
         self._adapters = policy_adapters(arguments)
         _make_expert_group()
-        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=EXTENSION))
+        with _transformers_untouched():
+            self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=EXTENSION))
         gc.unfreeze()  # vLLM froze all that this process had, for good
         client: Any = self._llm.engine_core
         client._finalizer.detach()  # it would end torch.distributed under a trainer
@@ -313,6 +316,22 @@ class CoreBeside(Core):
         self._loop.call_soon_threadsafe(_cancel_all, self._loop)
         self._end()
         self._arrived.put(EngineError("vLLM's engine process was ended."))
+
+
+@contextmanager
+def _transformers_untouched() -> Iterator[None]:
+    """For models that vLLM takes from transformers it changes the class itself, so that it compiles: a trainer in this process
+    could load none any more, and its hooks would not run. Here they are not compiled instead."""
+    decorate = TransformersModel._decorate_cls_for_torch_compile
+    TransformersModel._decorate_cls_for_torch_compile = _undecorated
+    try:
+        yield
+    finally:
+        TransformersModel._decorate_cls_for_torch_compile = decorate
+
+
+def _undecorated(self: Any, **options: Any) -> None:
+    """In `support_torch_compile`'s place."""
 
 
 def _make_expert_group() -> None:
