@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 SHIFTY = """
 import dataclasses
 import sys
+import threading
+import time
 
 from verl_adaptor.capabilities import Capability, not_implemented, only
 from verl_adaptor.cli import main
@@ -32,9 +34,20 @@ class Shifty(ReferenceEngine):
         raise UnsupportedCapability("only on cuda")
 
 
+class Stuck(ReferenceEngine):
+    def _step(self):
+        threading.Thread(target=stands_still, name="culprit", daemon=True).start()
+        threading.Event().wait()
+
+
+def stands_still():
+    time.sleep(600)
+
+
 if __name__ == "__main__":
     declared = {**SPEC.capabilities, Capability.STREAM: not_implemented("later"), Capability.SLEEP: only("cuda", "so it is")}
     register(dataclasses.replace(SPEC, name="shifty", engine="shifty:Shifty", trainer=None, capabilities=declared))
+    register(dataclasses.replace(SPEC, name="stuck", engine="shifty:Stuck", trainer=None))
     main(sys.argv[1:])
 """
 
@@ -66,6 +79,16 @@ def test_what_is_broken_undone_and_not_here_is_told_apart(tmp_path: Path) -> Non
         len(found["laws"]),
         found["counts"]["failed"],
     )
+
+
+def test_a_law_that_does_not_end_is_told_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    done = run(tmp_path, "stuck", "laws=a_seed_repeats_its_sample", "--timeout", "2", "--json")
+    assert done.returncode == 3, done.stderr
+    [law] = json.loads(done.stdout)["laws"]
+    assert law["result"] == "failed" and law["detail"].startswith("Failed: Timeout")
+    its, culprit = law["detail"].split("thread culprit:")
+    assert "shifty.py" in its and "_step" in its
+    assert "stands_still" in culprit
 
 
 def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "tokenizer",
     },  # what is elsewhere shows its spec here; its weights and texts pass
     "ppo": GIVEN | {"weights", "data", "tasks", "tracking", "service", "threads"},
-    "backends": DOMAIN | {"findings", "hookspecs", "weights", "memory", "tokenizer"},
+    "backends": DOMAIN | {"preflight", "findings", "hookspecs", "weights", "memory", "tokenizer"},
     "factory": BASE | {"protocols", "registry", "preflight", "execution", "objects"},
     "testing": None,  # None: everything but the command line
     "matrix": None,

@@ -7,9 +7,9 @@ backend's name; it asks for a capability.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from verl_adaptor.findings import Rule
 
@@ -133,6 +133,12 @@ class BackendSpec:
     """What is absent counts as UNSUPPORTED."""
     own_processes: bool = False
     """The engine starts the processes of its ranks and replicas itself; else a worker group does."""
+    process_mib: int = 0
+    """Host memory of its framework's code in a process, beside torch's and transformers', in MiB, as measured."""
+    cache_bytes: Callable[[Any], int | None] | None = None
+    """(`preflight.Facts`) -> what its engine holds for keys and values all the time, in bytes; None: only what runs needs."""
+    default_zero_stage: int = 0
+    """What its trainer takes where `zero_stage` is left out."""
     zero_stages: tuple[int, ...] = ()
     """Values of `zero_stage` that the trainer honours; the factory refuses all others."""
     gradient_syncs: tuple[str, ...] = ()

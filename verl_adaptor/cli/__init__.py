@@ -150,6 +150,9 @@ def _check(
         ),
     ] = None,
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit report of a backend's laws there.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Longest that one of a backend's laws may take (600).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a backend against every law that its declaration asks for, and exit with 3 if one is broken; or find everything
@@ -157,14 +160,16 @@ def _check(
     if what.endswith((".yaml", ".yml")):
         from verl_adaptor.cli.check_recipe import check_recipe
 
-        if junit is not None:
-            raise ConfigError("--junit is for a backend's laws; a recipe's findings are written with --json.")
+        if junit is not None or timeout is not None:
+            raise ConfigError(
+                "--junit and --timeout are for a backend's laws; a recipe's findings are written with --json."
+            )
         if not check_recipe(Path(what), settings or [], as_json=as_json):
             raise typer.Exit(REFUSED)
         return
     from verl_adaptor.cli.check import check as run
 
-    if not run(what, settings or [], junit=junit, as_json=as_json):
+    if not run(what, settings or [], junit=junit, timeout_s=timeout, as_json=as_json):
         raise typer.Exit(FAILED)
 
 

@@ -21,7 +21,9 @@ _LISTS = ("roles", "laws")
 _KEYS = ("family", "model", *_LISTS, *_SECTIONS)
 
 
-def check(backend: str, overrides: Sequence[str], *, junit: Path | None, as_json: bool) -> bool:
+def check(
+    backend: str, overrides: Sequence[str], *, junit: Path | None, timeout_s: float | None, as_json: bool
+) -> bool:
     """Check a backend; True if no law is broken.
 
     Raises:
@@ -31,14 +33,18 @@ def check(backend: str, overrides: Sequence[str], *, junit: Path | None, as_json
     """
     if find_spec("pytest") is None or find_spec("pytest_timeout") is None:
         raise BackendNotInstalled("the laws run on pytest; install it with: pip install 'verl-adaptor[testing]'")
-    from verl_adaptor.testing.check import RESULTS, check_backend, summary
+    from verl_adaptor.testing.check import RESULTS, TIMEOUT_S, check_backend, summary
 
     def tell(outcome: Outcome) -> None:
         if not as_json:
             typer.echo(_line(outcome))
 
     outcomes = check_backend(
-        backend, junit=None if junit is None else junit.absolute(), told=tell, **_settings(overrides)
+        backend,
+        junit=None if junit is None else junit.absolute(),
+        told=tell,
+        timeout_s=timeout_s or TIMEOUT_S,
+        **_settings(overrides),
     )
     found = {"backend": backend, "settings": list(overrides), **summary(outcomes)}
     if as_json:

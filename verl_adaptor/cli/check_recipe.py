@@ -10,6 +10,7 @@ from pathlib import Path
 from verl_adaptor import errors
 from verl_adaptor.cli.doctor import MACHINE
 from verl_adaptor.cli.findings import show
+from verl_adaptor.cli.memory import estimate, memory_findings
 from verl_adaptor.cli.plan import Plans, Sections, check_room, fits_together, plan_sections
 from verl_adaptor.cli.recipes import load_recipe
 from verl_adaptor.config import Recipe
@@ -49,9 +50,12 @@ def examine_recipe(path: Path, overrides: Sequence[str] = ()) -> list[Finding]:
     if plans is not None:
         with WorkerPool() as workers:
             found += _attempt("enough-cpus", lambda: check_room(recipe, plans, workers), "C14")
+        if recipe.model.path is not None and not sections.errors:
+            found += _memory(recipe, plans, recipe.model.path)
     told = [finding for section, error in sections.errors for finding in findings_of(section, error)]
     parts = ", ".join(["engine", *(section for section, _ in plans.trainers())]) if plans else ""
-    well = [] if told or found or plans is None else [Finding("recipe", "ok", f"{path}: {parts} fit together")]
+    is_well = plans is not None and not told and all(finding.severity == "ok" for finding in found)
+    well = [Finding("recipe", "ok", f"{path}: {parts} fit together")] if is_well else []
     return [*told, *found, *well, *_machine()]
 
 
@@ -95,6 +99,15 @@ def _look_at_prompts(recipe: Recipe, plans: Plans | None) -> None:
         next(prompts)
     finally:
         prompts.close()
+
+
+def _memory(recipe: Recipe, plans: Plans, path: str) -> list[Finding]:
+    """What the run will take, and whether there is as much; of a model that is still to be built nothing is known."""
+    processes = estimate(recipe, plans, path)
+    return [
+        *(Finding("memory-of-process", "ok", str(process), reports=("C25",)) for process in processes),
+        *memory_findings(processes),
+    ]
 
 
 def _machine() -> list[Finding]:

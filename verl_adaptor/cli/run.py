@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 
+from verl_adaptor.cli.memory import estimate, memory_findings
 from verl_adaptor.cli.plan import Plans, check_room, engine_copies, plan
 from verl_adaptor.cli.recipes import differences
 from verl_adaptor.cli.signals import StopSignals
@@ -39,6 +41,8 @@ from verl_adaptor.protocols import InferenceEngine, TrainerBackend
 from verl_adaptor.tokenizer import load_tokenizer, pad_token_id
 from verl_adaptor.tracking import Tracker, environment, write_report
 from verl_adaptor.tracking.records import read_rows, write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 def _engine(plans: Plans, actor: TrainerBackend, path: str, workers: WorkerPool, number: int = 0) -> InferenceEngine:
@@ -79,6 +83,10 @@ def prepared(
         )
         path, facts = _model(recipe, output, resume=resume)
         tokenizer = load_tokenizer(path)
+        for finding in memory_findings(estimate(recipe, plans, path)):
+            if finding.severity == "error":
+                raise ConfigError(str(finding), findings=(finding,))
+            logger.warning("%s", finding)
         actor = stack.enter_context(plans.actor.create(path, workers=workers))
         engine = stack.enter_context(_engine(plans, actor, path, workers, first))
         prompts, held_out = open_prompts(

@@ -6,11 +6,14 @@ import gc
 import io
 import sys
 import tempfile
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import pytest
@@ -28,6 +31,10 @@ RESULTS: Mapping[Result, str] = {
 }
 """What each means."""
 TIMEOUT_S = 600.0
+STACKS = "stacks"
+STACK_FRAMES = 8
+"""Innermost frames that are told of each thread of a law that did not end in time."""
+_TIMED_OUT = "Timeout"
 
 _FILE = "from verl_adaptor.testing import check\n\nTestConformance = check.suite\n"
 suite: type
@@ -52,6 +59,7 @@ def check_backend(
     *,
     junit: Path | None = None,
     told: Callable[[Outcome], None] = lambda outcome: None,
+    timeout_s: float = TIMEOUT_S,
     **settings: Any,
 ) -> list[Outcome]:
     """Run every law that the backend's declaration asks for.
@@ -60,6 +68,7 @@ def check_backend(
         backend: a registered name.
         junit: write a JUnit report there.
         told: is called with each outcome as it comes.
+        timeout_s: longest that one law may take; then it is broken, and told with the stacks of all threads.
         settings: as `conformance_suite` takes them.
 
     Raises:
@@ -84,14 +93,12 @@ def check_backend(
             "/dev/null",
             "-p",
             "no:cacheprovider",
-            "-p",
-            "no:terminal",
             "--disable-plugin-autoload",  # the laws need none of what else is installed
             "-p",
             "pytest_timeout",
         ]
         options += [f"--junitxml={junit}"] if junit is not None else []
-        options += ["-o", "junit_family=xunit2", f"--timeout={TIMEOUT_S:.0f}"]
+        options += ["-o", "junit_family=xunit2", f"--timeout={timeout_s:g}"]
         with redirect_stdout(unsaid):
             code = pytest.main(options, plugins=[collector])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -114,12 +121,18 @@ class _Collector:
         self._reports: list[pytest.TestReport] = []
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
-        """A report parses source; a finalizer that parses too while it does would end it (SystemError, gh-106905)."""
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        """A report parses source; a finalizer that parses too while it does would end it (SystemError, gh-106905).
+
+        One of a law that did not end in time gets the stacks of all threads: the one that is waited for may be another.
+        """
         was_on = gc.isenabled()
         gc.disable()
         try:
-            return (yield)
+            report = yield
+            if call.excinfo is not None and str(call.excinfo.value).startswith(_TIMED_OUT):
+                report.user_properties.append((STACKS, _stacks(call.excinfo.tb)))
+            return report
         finally:
             if was_on:
                 gc.enable()
@@ -143,7 +156,7 @@ def _outcome(reports: list[pytest.TestReport]) -> Outcome:
     result: Result = "passed"
     detail = ""
     if failed is not None:
-        result, detail = "failed", _last_lines(failed)
+        result, detail = "failed", "\n".join([_last_lines(failed), *str(properties.get(STACKS, "")).splitlines()])
     elif any(hasattr(report, "wasxfail") for report in reports):
         result = "xfailed"
         detail = next(str(report.wasxfail) for report in reports if hasattr(report, "wasxfail"))
@@ -154,6 +167,22 @@ def _outcome(reports: list[pytest.TestReport]) -> Outcome:
     elif any(report.skipped for report in reports):
         result, detail = "skipped", _last_lines(next(report for report in reports if report.skipped))
     return Outcome(number, name, result, round(seconds, 3), detail)
+
+
+def _stacks(here: TracebackType | None) -> str:
+    """Where the law's thread was when its time ran out, and where all others are now, a line a frame."""
+    me = threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {
+        names.get(number, "?"): traceback.extract_stack(f)
+        for number, f in sys._current_frames().items()
+        if number != me
+    }
+    lines = []
+    for name, stack in {"the law": traceback.extract_tb(here), **stacks}.items():
+        lines.append(f"thread {name}:")
+        lines += [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in stack[-STACK_FRAMES:]]
+    return "\n".join(lines)
 
 
 def _last_lines(report: pytest.TestReport, most: int = 12) -> str:

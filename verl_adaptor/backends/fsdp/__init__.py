@@ -20,6 +20,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             distribution="torch",
             version_range=">=2.9,<2.14",
             install="pip install 'torch>=2.9,<2.14'",
+            default_zero_stage=3,
             zero_stages=(2, 3),
             gradient_syncs=("fsdp",),
             preflight=(

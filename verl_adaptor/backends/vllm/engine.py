@@ -24,6 +24,7 @@ from verl_adaptor.backends.world import ensure_process_group
 from verl_adaptor.capabilities import BackendSpec, Capability
 from verl_adaptor.config import Config, EngineConfig
 from verl_adaptor.errors import ConfigError, EngineError, ModelError, WeightUpdateError
+from verl_adaptor.preflight.memory import dimensions
 from verl_adaptor.protocols import EngineModel, InferenceEngine, InFlight, SampleRequest, Served
 from verl_adaptor.samples import Delta, FinishReason, WeightUpdate
 from verl_adaptor.tokenizer import load_tokenizer
@@ -145,7 +146,9 @@ class VLLMEngine(InferenceEngine):
             "enable_prefix_caching": own.prefix_caching,
             "async_scheduling": False,
             "gpu_memory_utilization": own.gpu_memory_utilization,
-            "kv_cache_memory_bytes": kv_cache_bytes(own, config, model_config, model.max_model_len + 1, self._device),
+            "kv_cache_memory_bytes": kv_cache_bytes(
+                own, config, dimensions(model_config.to_dict()), model.max_model_len + 1, self._device.type
+            ),
             "enable_sleep_mode": self._device.type == "cuda",
             "generation_config": "vllm",
             "disable_log_stats": True,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-
-from verl_adaptor.backends.causal_lm import resolve_dtype
 from verl_adaptor.backends.vllm.options import VLLMOptions
 from verl_adaptor.config import EngineConfig
+from verl_adaptor.preflight.memory import FLOAT, HALF, ModelSize, dimensions
 
 _BLOCK = 128
 """Tokens of a cache block on a CPU."""
@@ -18,19 +16,27 @@ _SHARE = 16
 
 
 def kv_cache_bytes(
-    options: VLLMOptions, config: EngineConfig, model: PreTrainedConfig, longest: int, device: torch.device
+    options: VLLMOptions, config: EngineConfig, model: ModelSize, longest: int, device: str
 ) -> int | None:
     """Bytes for the cache; None leaves it to vLLM, which on a GPU takes what gpu_memory_utilization allows."""
     if options.kv_cache_gib is not None:
         return int(options.kv_cache_gib * 2**30)
-    if device.type != "cpu":
+    if device != "cpu":
         return None
-    text = model.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * width * resolve_dtype(config.dtype).itemsize
+    token = 2 * model.layers * model.key_value * (HALF if config.dtype == "bfloat16" else FLOAT)
     sequence = -(-longest // _BLOCK) * _BLOCK * token
     return max(2 * sequence, min(config.max_batch_size * sequence, _machine() // _SHARE))
+
+
+def cache_bytes(facts: Any) -> int | None:
+    """The same before anything loads. Each of the ranks that share a model takes as much."""
+    options = facts.options if isinstance(facts.options, VLLMOptions) else VLLMOptions()
+    model = facts.model or {}
+    longest = facts.config.max_model_len or (model.get("text_config") or model).get("max_position_embeddings")
+    if longest is None:
+        return None
+    device = "cpu" if facts.config.device in ("auto", "cpu") else facts.config.device
+    return kv_cache_bytes(options, facts.config, dimensions(model), longest + 1, device)
 
 
 def _machine() -> int:

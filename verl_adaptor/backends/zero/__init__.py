@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl_adaptor.backends.zero import rules
+from verl_adaptor.backends.zero.options import DEFAULT_STAGE
 from verl_adaptor.capabilities import FULL, BackendSpec, Capability, unsupported
 from verl_adaptor.hookspecs import hookimpl
 
@@ -20,6 +21,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             version_range=">=0.19.8,<0.20",
             install="DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
             trainer_options="verl_adaptor.backends.zero.options:ZeroOptions",
+            default_zero_stage=DEFAULT_STAGE,
             zero_stages=(0, 1, 2, 3),
             gradient_syncs=("zero",),
             preflight=(rules.offload_has_a_stage,),
