@@ -29,8 +29,10 @@ class Network:
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes  # ALiBi models read positions off the mask
         self._takes_logits_to_keep = "logits_to_keep" in takes
+        # transformers has renamed it, with 5.20 or later
+        self._takes_cache = next((name for name in ("past_key_values", "cache") if name in takes), None)
         stateful = getattr(model, "_is_stateful", False)
-        if stateful or "past_key_values" not in takes or not self._caches_plainly():
+        if stateful or self._takes_cache is None or not self._caches_plainly():
             why = "keeps recurrent state" if stateful else "keeps no key-value cache that rows can join and leave"
             raise ModelError(
                 f"{path}: {type(model).__name__} {why}, so it cannot decode in changing batches here; use an engine that "
@@ -66,8 +68,8 @@ class Network:
             wishes["position_ids"] = positions
         if self._takes_logits_to_keep and last_only:
             wishes["logits_to_keep"] = 1
-        if cache is not None:
-            wishes["past_key_values"] = cache
+        if cache is not None and self._takes_cache is not None:
+            wishes[self._takes_cache] = cache
         output = self.model(input_ids=ids, attention_mask=mask, use_cache=cache is not None, return_dict=True, **wishes)
         return output.logits[:, -1:] if last_only else output.logits
 

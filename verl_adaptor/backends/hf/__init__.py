@@ -19,8 +19,8 @@ def verl_adaptor_backends() -> list[BackendSpec]:
             engine="verl_adaptor.backends.hf.engine:HFEngine",
             trainer="verl_adaptor.backends.hf.trainer:HFTrainer",
             distribution="transformers",
-            version_range=">=5.5,<5.20",
-            install="pip install 'transformers>=5.5,<5.20'",
+            version_range=">=5.5,<5.26",
+            install="pip install 'transformers>=5.5,<5.26'",
             gradient_syncs=("ddp", "manual"),
             capabilities={
                 Capability.STREAM: FULL,
