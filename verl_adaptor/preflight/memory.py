@@ -26,7 +26,7 @@ FLOAT, HALF = 4, 2
 SPARE_COLUMNS = 64
 """Of a key-value cache, which grows in steps."""
 TOLERANCE = 0.25
-"""The estimate is that near to what was measured (docs/results/memory.json)."""
+"""The estimate is that near to what benchmarks/memory.py measures."""
 
 
 @dataclass(frozen=True)
