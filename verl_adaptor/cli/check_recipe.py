@@ -50,8 +50,8 @@ def examine_recipe(path: Path, overrides: Sequence[str] = ()) -> list[Finding]:
     if plans is not None:
         with WorkerPool() as workers:
             found += _attempt("enough-cpus", lambda: check_room(recipe, plans, workers), "C14")
-        if recipe.model.path is not None and not sections.errors:
-            found += _memory(recipe, plans, recipe.model.path)
+        if (model := recipe.model.path) is not None and not sections.errors and not found:
+            found += sections.attempt("model", lambda: _memory(recipe, plans, model)) or []
     told = [finding for section, error in sections.errors for finding in findings_of(section, error)]
     parts = ", ".join(["engine", *(section for section, _ in plans.trainers())]) if plans else ""
     is_well = plans is not None and not told and all(finding.severity == "ok" for finding in found)

@@ -173,13 +173,10 @@ def _stacks(here: TracebackType | None) -> str:
     """Where the law's thread was when its time ran out, and where all others are now, a line a frame."""
     me = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = {
-        names.get(number, "?"): traceback.extract_stack(f)
-        for number, f in sys._current_frames().items()
-        if number != me
-    }
+    stacks = [("the law", traceback.extract_tb(here))]
+    stacks += [(names.get(i, "?"), traceback.extract_stack(f)) for i, f in sys._current_frames().items() if i != me]
     lines = []
-    for name, stack in {"the law": traceback.extract_tb(here), **stacks}.items():
+    for name, stack in stacks:  # several threads may have one name
         lines.append(f"thread {name}:")
         lines += [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in stack[-STACK_FRAMES:]]
     return "\n".join(lines)
