@@ -108,7 +108,7 @@ def _smollm2(folder: Path) -> list[str]:
 
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     save_random_model(AutoConfig.for_model("llama", **SMOLLM2, **ids), folder / "model", seed=0)
-    return [f"model.path={folder / 'model'}", "data.args.messages=null"]
+    return [f"model.path={folder / 'model'}", "data.args.messages=[]", "data.chat_template=false"]
 
 
 def _look(pid: int, peaks: dict[int, int]) -> None:

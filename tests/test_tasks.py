@@ -179,6 +179,7 @@ class NoTask:
         ("reasoning_gym:chain_sum", {"seed": 3}, ConfigError, "seeded by the run"),
         ("reasoning_gym:chain_sum", {"answer_pattern": "("}, ConfigError, "no regular expression"),
         ("reasoning_gym:chain_sum", {"messages": [{"role": "user"}]}, ConfigError, "a role and a content"),
+        ("reasoning_gym:chain_sum", {"messages": None}, ConfigError, "must be a list"),
         ("no_such_package:Task", {}, ConfigError, "no module 'no_such_package'"),
         (f"{__name__}:NoTask", {}, ConfigError, "lacks train_records, eval_records"),
         (f"{__name__}:NoTask", {"a": 1}, UnknownKey, r"data\.args\.a"),

@@ -57,9 +57,12 @@ class ReasoningGymTask:
         self.name = name
         self.config = config
         self.instruction = instruction
+        listed = isinstance(messages, Sequence)
+        if not listed or any(not isinstance(m, Mapping) or set(m) != {"role", "content"} for m in messages):
+            raise ConfigError(
+                f"data.args.messages={messages!r}: must be a list, and each of it have exactly a role and a content."
+            )
         self.messages = [dict(message) for message in messages]
-        if any(set(message) != {"role", "content"} for message in self.messages):
-            raise ConfigError(f"data.args.messages={self.messages}: each must have exactly a role and a content.")
         _check(name, config)
         try:
             self._pattern = re.compile(answer_pattern, re.DOTALL) if answer_pattern is not None else None
