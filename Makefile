@@ -1,5 +1,5 @@
 # make demo      train a tiny model from nothing and say where its report is (about two minutes after the install)
-# make test      install the development tools, lint, type-check, run the fast tests
+# make test      install the development tools, lint, type-check, run the fast tests, two files of them at a time
 # make test-all  the slow proofs too; JUnit report in docs/results/test-all.xml
 # make clean     remove the environment, the runs and all caches
 #
@@ -35,7 +35,7 @@ test: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-all: .venv/.installed-dev
 	mkdir -p docs/results

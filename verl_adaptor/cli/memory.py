@@ -35,7 +35,7 @@ PROCESS = 620 << 20
 """Bytes of a process that has loaded Python, torch and transformers, as measured."""
 WORKER = 60 << 20
 """Bytes that Ray adds to it."""
-DRIVER = "this process"
+DRIVER, ENGINE = "this process", "engine"
 
 
 def memory_findings(processes: Sequence[ProcessMemory]) -> list[Finding]:
@@ -80,7 +80,7 @@ def estimate(recipe: Recipe, plans: Plans, path: str) -> list[ProcessMemory]:
         homes[home].append((section, trainer_part(size, trainer.spec, trainer.config, step), trainer.spec.process_mib))
     home, name, part, code = _engine(recipe, plans, size, path, step)
     names.setdefault(home, name)
-    homes[home].append(("engine", part, code))
+    homes[home].append((ENGINE, part, code))
     return list(_processes(names, homes))
 
 
@@ -141,5 +141,7 @@ def _processes(
         told["process"] += 0 if home == DRIVER else WORKER
         for section, part, _ in its:
             told |= {f"{section} {what}": size for what, size in part.lasting.items()}
-        told["working"] = max((part.working for _, part, _ in its), default=0)
+        # trainers take turns in one another's room; the engine's cache comes back in pieces that a micro-batch does not fit
+        trainers = max((part.working for section, part, _ in its if section != ENGINE), default=0)
+        told["working"] = trainers + sum(part.working for section, part, _ in its if section == ENGINE)
         yield ProcessMemory(name, count, told)

@@ -36,8 +36,8 @@ usual eps of 1e-8 such a rounding error becomes a whole step, and no two correct
 
 WORKERS = WorkerPool()
 """Ranks of all benches: starting them takes longer than most laws. They end with the process."""
-SHARE_CPUS = {"cpus_per_worker": 0.25}
-"""Ranks of tiny models need not have a CPU each."""
+SHARE_CPUS = {"cpus_per_worker": 0.1}
+"""Ranks of tiny models need not have a CPU each, and `WORKERS` keeps those of every layout at a time."""
 
 
 class Bench:
